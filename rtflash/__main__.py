@@ -1,0 +1,39 @@
+"""The `rtflash` command, also as `python -m rtflash`. What it does is in tools/cli.py."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import rtflash
+
+INSTALL = 'pip install "rtflash[tools]"'
+
+
+def import_tool(name: str) -> ModuleType:
+    """The module `rtflash.tools.<name>`, wherever tools/ is.
+
+    A wheel and an editable install map it into the package; in a plain checkout it is the folder
+    beside it.
+    """
+    package = Path(rtflash.__file__).parent
+    if importlib.util.find_spec("rtflash.tools") is None and (package.parent / "tools").is_dir():
+        rtflash.__path__.append(str(package.parent))
+    return importlib.import_module(f"rtflash.tools.{name}")
+
+
+def main() -> None:
+    """Run the command line; without its extra, say what to install and exit with 2."""
+    missing = [name for name in ("rich", "typer") if importlib.util.find_spec(name) is None]
+    if missing:
+        needs = " and ".join(missing)
+        print(f"The rtflash command needs {needs}, not installed here: {INSTALL}", file=sys.stderr)
+        sys.exit(2)
+    import_tool("cli").app(prog_name="rtflash")
+
+
+if __name__ == "__main__":
+    main()

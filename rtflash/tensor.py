@@ -1,0 +1,95 @@
+"""Any library's tensor as a View, and its Framework: pointers, allocator, current stream.
+
+Libraries are recognised by the names in a type's bases, so none is imported that the caller has not brought along.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from . import dlpack
+from .dlpack import Export, View
+from .tensor_base import Framework
+from .tensor_direct import Cupy, Numpy, Torch
+from .tensor_dlpack import Jax, Producer
+
+__all__ = ["Framework", "View", "framework", "needs_copy"]
+
+ACCEPTED = (
+    "a torch.Tensor, jax.Array, cupy.ndarray, numpy.ndarray or another object with __dlpack__ and"
+    " __dlpack_device__"
+)
+
+
+def needs_copy(view: View) -> bool:
+    """Whether a kernel cannot read a tensor in place: its inner stride is not 1, or its address splits an element."""
+    if view.strides[-1:] == (1,) and view.ptr % 4 == 0:
+        return False
+    if not view.shape or 0 in view.shape:
+        return False
+    strided = view.strides[-1] != 1 and view.shape[-1] != 1
+    return strided or view.ptr % dlpack.itemsize(view.dtype) != 0
+
+
+_by_type: dict[type, Framework] = {}
+_torch, _numpy, _cupy, _jax = map(functools.cache, (Torch, Numpy, Cupy, Jax))
+
+
+def framework(x: Any, name: str = "tensor") -> Framework:
+    """The Framework of x's type. Two tensors are of one library iff theirs is the same object.
+
+    Raises
+    ------
+    TypeError
+        x is no tensor, or one without memory (a traced JAX value, torch's fake tensors); `name` names it.
+    """
+    found = _by_type.get(type(x))
+    if found is None:
+        found = _by_type[type(x)] = recognise(x, name)
+    return found
+
+
+def recognise(x: Any, name: str) -> Framework:
+    """`framework` for a type that was not met before."""
+    kind: Any = type(x)
+    shown = (
+        f"{kind.__module__}.{kind.__qualname__}"
+        if kind.__module__ != "builtins"
+        else kind.__qualname__
+    )
+    for base in kind.__mro__:
+        match base.__module__.partition(".")[0], base.__name__:
+            case "torch", "Tensor":
+                if kind.__torch_dispatch__ is not base.__torch_dispatch__:
+                    raise TypeError(
+                        f"{name} is a {shown}, which has no plain memory; it must be a plain torch.Tensor"
+                    )
+                return _torch()
+            case "numpy", "MaskedArray":
+                raise TypeError(
+                    f"{name} is a {shown}, whose mask would be ignored; it must be a plain numpy.ndarray"
+                )
+            case "numpy", "ndarray":
+                return _numpy()
+            case "cupy", "ndarray":
+                return _cupy()
+            case "jax" | "jaxlib", "ArrayImpl":
+                return _jax()
+            case "jax", "Tracer":
+                raise TypeError(
+                    f"{name} is a traced JAX value ({shown}); rtflash must be called outside jit, grad and vmap for now"
+                )
+    if not (hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__")):
+        raise TypeError(f"{name} is a {shown}; it must be {ACCEPTED}")
+    return Producer(shown, own_from_dlpack(x))
+
+
+def own_from_dlpack(producer: Any) -> Callable[[Export], Any] | None:
+    """`from_dlpack` of the library that a tensor comes from: its array-API namespace's, else its top module's."""
+    if hasattr(producer, "__array_namespace__"):
+        return getattr(producer.__array_namespace__(), "from_dlpack", None)
+    root = type(producer).__module__.partition(".")[0]
+    return None if root == "__main__" else getattr(sys.modules.get(root), "from_dlpack", None)

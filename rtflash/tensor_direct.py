@@ -1,0 +1,168 @@
+"""PyTorch, NumPy and CuPy: their tensors' addresses and strides are read directly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .dlpack import View
+from .memory import packed
+from .tensor_base import SHORT_NAMES, Framework, bfloat16, numpy_dtype, short_name
+
+make_tuple = tuple.__new__  # View(...) takes 0.2 us more, a fifth of the whole view
+
+
+class Torch(Framework):
+    """PyTorch: memory is read directly (CPU and CUDA)."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        types = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+        names = {value: str(value).removeprefix("torch.") for value in types}
+        self.short_names = {value: SHORT_NAMES.get(name, name) for value, name in names.items()}
+        self.dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+        self.indices = {torch.device("cpu"): -1}  # devices join as tensors on them are met
+        self.devices = {-1: torch.device("cpu")}
+        self.new = torch.empty
+        self.grad_enabled = torch.is_grad_enabled
+        self.raw_stream: Callable[[int], int] = getattr(
+            torch._C,
+            "_cuda_getCurrentRawStream",
+            lambda index: torch.cuda.current_stream(index).cuda_stream,
+        )
+
+    def view(self, x: Any, name: str = "tensor") -> View:
+        try:
+            ptr, dtype = x.data_ptr(), self.short_names[x.dtype]
+            # Only views of complex tensors are negated lazily, and no complex type has bf16 parts.
+            if ptr and (dtype == "bf16" or not x.is_neg()):
+                fields = (ptr, x.shape, x.stride(), dtype, self.indices[x.device])
+                return make_tuple(View, fields)
+        except (KeyError, RuntimeError):
+            pass
+        return self.checked_view(x, name)
+
+    def checked_view(self, x: Any, name: str) -> View:
+        """`view` of a tensor that may be one of the kinds without plain memory, or is empty, or on a new device."""
+        torch = self.torch
+        where = f"ROCm ({x.device})" if x.is_cuda and torch.version.hip else x.device
+        if x.device.type not in ("cpu", "cuda") or (x.is_cuda and torch.version.hip):
+            raise TypeError(f"{name} is on {where}; it must be on a CUDA device or the CPU")
+        if x.is_nested or x.layout != torch.strided:
+            kind = "nested" if x.is_nested else x.layout
+            raise TypeError(f"{name} is a {kind} tensor; it must be dense (torch.strided)")
+        if x.is_neg():
+            raise TypeError(f"{name} is negated lazily; pass {name}.resolve_neg()")
+        try:
+            ptr = x.data_ptr()
+        except RuntimeError:
+            ptr = 0
+        if ptr == 0 and x.numel() > 0:
+            raise TypeError(
+                f"{name} has no memory of its own (a torch.func transform, a functional or zero tensor); rtflash"
+                " must be called outside of those for now"
+            )
+        index = x.get_device()
+        self.indices[x.device], self.devices[index] = index, x.device
+        return View(ptr, x.shape, x.stride(), self.short_names[x.dtype], index)
+
+    def contiguous(self, x: Any) -> Any:
+        x, size = x.detach(), x.element_size()
+        if x.data_ptr() % size == 0:
+            return x.contiguous()
+        # Elements that straddle their natural boundary are legal for byte accesses only.
+        raw = self.torch.empty(0, dtype=self.torch.uint8, device=x.device)
+        strides = (*(stride * size for stride in x.stride()), 1)
+        raw.set_(x.untyped_storage(), x.storage_offset() * size, (*x.shape, size), strides)
+        packed = raw.clone(memory_format=self.torch.contiguous_format)
+        return packed.view(x.dtype).reshape(x.shape)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        return self.new(shape, dtype=self.dtypes[dtype], device=self.devices[device])
+
+    def pointer(self, out: Any) -> int:
+        return out.data_ptr()
+
+    def stream(self, device: int) -> int:
+        return self.raw_stream(device)
+
+    def host(self, x: Any) -> np.ndarray[Any, Any]:
+        x = x.detach()
+        if x.dtype != self.torch.bfloat16:
+            return x.numpy()
+        return x.view(self.torch.int16).numpy().view(bfloat16() or np.uint16)
+
+    def from_host(self, array: np.ndarray[Any, Any], dtype: str) -> Any:
+        if dtype != "bf16":
+            return self.torch.from_numpy(array)
+        return self.torch.from_numpy(array.view(np.int16)).view(self.torch.bfloat16)
+
+    def needs_grad(self, x: Any) -> bool:
+        return x.requires_grad and self.grad_enabled()
+
+
+class Numpy(Framework):
+    """NumPy: host only."""
+
+    name = "numpy"
+
+    def view(self, x: Any, name: str = "tensor") -> View:
+        try:
+            dtype = short_name(x.dtype)
+        except TypeError as error:
+            raise TypeError(f"{name} has {error}") from None
+        size = x.itemsize or 1
+        if any(n > 1 and stride % size for n, stride in zip(x.shape, x.strides, strict=True)):
+            raise ValueError(
+                f"{name} has strides {x.strides} in bytes; they must be multiples of its {size}-byte elements:"
+                f" pass numpy.ascontiguousarray({name})"
+            )
+        strides = tuple(stride // size for stride in x.strides)
+        return View(x.__array_interface__["data"][0], x.shape, strides, dtype, -1)
+
+    def contiguous(self, x: Any) -> Any:
+        return np.require(x, requirements=("C", "A"))
+
+    def host(self, x: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(x)
+
+    def from_host(self, array: np.ndarray[Any, Any], dtype: str) -> Any:
+        return array.view(numpy_dtype(dtype))
+
+
+class Cupy(Framework):
+    """CuPy: memory is read directly; work goes to CuPy's current stream of the tensors' device."""
+
+    name = "cupy"
+
+    def __init__(self) -> None:
+        import cupy
+
+        if cupy.cuda.runtime.is_hip:
+            raise TypeError("CuPy is built for ROCm; rtflash needs CUDA")
+        self.cupy = cupy
+
+    def view(self, x: Any, name: str = "tensor") -> View:
+        size = x.itemsize or 1
+        strides = tuple(stride // size for stride in x.strides)
+        return View(x.data.ptr, x.shape, strides, short_name(x.dtype), x.data.device_id)
+
+    def contiguous(self, x: Any) -> Any:
+        with self.cupy.cuda.Device(x.data.device_id):
+            return packed(self.view(x), x).view(x.dtype).reshape(x.shape)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        with self.cupy.cuda.Device(device):
+            return self.cupy.empty(shape, numpy_dtype(dtype))
+
+    def pointer(self, out: Any) -> int:
+        return out.data.ptr
+
+    def stream(self, device: int) -> int:
+        return self.cupy.cuda.get_current_stream(device).ptr

@@ -1,0 +1,58 @@
+// Raw score q.k -> score in units of log2(e), for variants that cannot leave the scale to the exponential.
+#pragma once
+
+#include "params.cuh"
+#include "sm80/mma.cuh"
+
+struct Score {
+  float scale;         // Params::score_scale
+  float softcap_log2;  // Params::softcap_log2
+  float slope_log2;    // ALiBi slope * log2(e)
+  int diagonal;        // key position of this lane's first row, minus this lane's first column
+
+  __device__ __forceinline__ Score(const Params& params, int batch, int head, int first_row,
+                                   int first_column)
+      : scale(params.score_scale),
+        softcap_log2(params.softcap_log2),
+        slope_log2(0.f),
+        diagonal(first_row + params.seqlen_k - params.seqlen_q - first_column) {
+    if constexpr (kAlibi) {
+      constexpr float kLog2E = 1.4426950408889634f;
+      slope_log2 = kLog2E * params.alibi_slopes[batch * params.alibi_batch_stride +
+                                                head * params.alibi_head_stride];
+    }
+  }
+
+  /// What the exponential still multiplies its argument by.
+  __device__ __forceinline__ float exponent_scale() const { return kPrescale ? 1.f : scale; }
+
+  /// Scales, caps and biases the scores of key tile n.
+  __device__ __forceinline__ void apply(ScoreTile& s, int n) const {
+    if constexpr (kPrescale) {
+#pragma unroll
+      for (int m = 0; m < kMmaM; ++m) {
+#pragma unroll
+        for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int distance =
+                diagonal - n * kBlockN + 16 * m + 8 * (i / 2) - 8 * j - i % 2;
+            s[m][j][i] = score(s[m][j][i], distance);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  /// `distance`: the query's position minus the key's.
+  __device__ __forceinline__ float score(float raw, int distance) const {
+    float x = raw * scale;
+    if constexpr (kSoftcap) {
+      // tanh(y) = 1 - 2 / (e^2y + 1) with 2 log2(e) in the scale: tanh.approx has only 11 bits.
+      x = softcap_log2 * (1.f - 2.f * reciprocal_approx(exp2_approx(x) + 1.f));
+    }
+    if constexpr (kAlibi) x -= slope_log2 * static_cast<float>(abs(distance));
+    return x;
+  }
+};

@@ -1,0 +1,349 @@
+"""build.py and nvrtc.py: cubins without a GPU, resources, errors, and one compilation however many ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import rtflash
+from rtflash import build, cache, device, nvrtc, render
+from rtflash.device import Device
+from rtflash.spec import Spec
+
+pytest.importorskip("cupy", reason="NVRTC is called through CuPy")
+
+# The smallest kernels: a quarter of a second to compile.
+SMALL = Spec("fp16", 16, 16, 16, 16, 1, 1, isa=75)
+OTHER = Spec("fp16", 32, 32, 16, 16, 1, 1, isa=75)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty cache folder and a process that has compiled nothing."""
+    monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("RTFLASH_CACHE", raising=False)
+    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setattr(build, "_kernels", {})
+    monkeypatch.setattr(build, "_unkept", {})
+    monkeypatch.setattr(build, "compile_count", 0)
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A compiled variant, for tests that are about its folder."""
+    return build.compile(SMALL, "sm_80")
+
+
+def fake_device(major: int, minor: int) -> Device:
+    return Device(0, "Fake", major, minor, 100, 101376, 1 << 22)
+
+
+@pytest.mark.parametrize("arch", nvrtc.supported_archs())
+def test_nvrtc_takes_every_supported_architecture(arch):
+    binary, log = nvrtc.run('extern "C" __global__ void k() {}', "k.cu", arch, nvrtc.options(arch))
+    assert binary is not None, log
+    assert binary.startswith(b"\x7fELF")
+    assert nvrtc.parse_resources(log, 0.0).registers > 0
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
+def test_compiles_without_a_gpu(arch):
+    made = build.compile(SMALL, arch)
+    assert made.cubin.startswith(b"\x7fELF")
+    assert SMALL.name.encode() in made.cubin
+    assert 16 < made.resources.registers <= 255
+    assert (
+        made.resources.spill_stores == made.resources.spill_loads == made.resources.local_bytes == 0
+    )
+    assert made.resources.seconds > 0
+    assert made.warnings == ()
+    assert f"-arch={arch}" in made.options
+    assert made.folder is None
+    assert build.compile_count == 1
+
+
+def test_resources_are_read_from_the_log():
+    source = """extern "C" __global__ void __launch_bounds__(1024, 2) k(float* p, int n) {
+      __shared__ float tile[64]; float a[96];
+      for (int i = 0; i < 96; ++i) a[i] = p[i * n];
+      tile[threadIdx.x & 63] = p[n]; __syncthreads();
+      for (int j = 0; j < n; ++j)
+        for (int i = 0; i < 96; ++i) a[i] = a[i] * a[(i + 1) % 96] + tile[j & 63];
+      for (int i = 0; i < 96; ++i) p[i * n] = a[i];
+      p[a[n & 63] > 0 ? 1 : 0] = a[int(p[3]) % 96];
+    }"""
+    binary, log = nvrtc.run(source, "k.cu", "sm_80", nvrtc.options("sm_80"))
+    assert binary
+    found = nvrtc.parse_resources(log, 0.5)
+    assert found.registers == 32
+    assert found.shared_bytes == 256
+    assert found.local_bytes >= 96 * 4
+    assert found.spill_stores >= 0
+    assert found.seconds == 0.5
+    log = "ptxas  .  8 bytes stack frame, 20 bytes spill stores, 44 bytes spill loads\\nUsed 255 registers"
+    assert nvrtc.parse_resources(log, 0.0) == nvrtc.Resources(255, 0, 8, 20, 44, 0.0)
+
+
+def test_warnings_are_kept(monkeypatch):
+    log = "a.cuh(3): warning #177-D: unused\n int x;\nRemark: suppress <warning-number>\n"
+    log += (
+        "ptxas info : (C7510) Potential Performance Loss: wgmma serialized\nptxas warning : slow\n"
+    )
+    monkeypatch.setattr(nvrtc, "run", lambda *_: (b"code", log))
+    assert [line[:8] for line in build.compile(SMALL, "sm_80").warnings] == [
+        "a.cuh(3)",
+        "ptxas in",
+        "ptxas wa",
+    ]
+
+
+def test_error_names_template_line_source_and_options(monkeypatch, folder):
+    texts = dict(render.templates())
+    texts["softmax.cuh"] += "int oops = undeclared_name;\n"
+    line = texts["softmax.cuh"].count("\n")
+    monkeypatch.setattr(render, "templates", lambda folder=None: texts)
+    with pytest.raises(build.CompileError) as caught:
+        build.artifact(SMALL, "sm_80")
+    error, message = caught.value, str(caught.value)
+    assert SMALL.name in message
+    assert f'softmax.cuh({line}): error: identifier "undeclared_name" is undefined' in message
+    assert str(error.path) in message
+    assert "-std=c++17" in message
+    assert str(pickle.loads(pickle.dumps(error))) == message
+    assert error.path.parent == folder / "failed"
+    assert "undeclared_name" in error.path.read_text()
+    assert cache.entries() == []
+    assert not build._locks["artifact", SMALL, "sm_80"].locked()
+
+
+def test_unknown_architecture_is_a_compile_error():
+    with pytest.raises(build.CompileError, match="arch"):
+        build.compile(SMALL, "sm_61")
+
+
+def test_case_b54_devices_older_and_newer_than_nvrtc():
+    with pytest.raises(RuntimeError, match="Fake is sm_10; rtflash's kernels need sm_75 or newer"):
+        nvrtc.target_arch(fake_device(1, 0))
+    newest = nvrtc.supported_archs()[-1].removeprefix("sm_").removesuffix("a")
+    assert nvrtc.target_arch(fake_device(99, 9)) == f"compute_{newest}"
+    for arch in nvrtc.supported_archs():
+        number = int(arch.removeprefix("sm_").removesuffix("a"))
+        assert nvrtc.target_arch(fake_device(*divmod(number, 10))) == arch
+
+
+def test_case_b54_gaps_and_future_nvrtc(monkeypatch):
+    monkeypatch.setattr(nvrtc, "supported_archs", lambda: ("sm_80", "sm_90a", "sm_120"))
+    assert nvrtc.target_arch(fake_device(8, 9)) == "compute_80"
+    assert nvrtc.target_arch(fake_device(10, 0)) == "compute_90"
+    with pytest.raises(RuntimeError, match="compiles for sm_80 and newer"):
+        nvrtc.target_arch(fake_device(7, 5))
+
+
+def test_case_b54_ptx_for_a_newer_device():
+    made = build.artifact(SMALL, nvrtc.target_arch(fake_device(99, 9)))
+    assert b".version" in made.cubin[:400]
+    assert made.cubin.rstrip().endswith(b"}")
+    assert (made.folder / "kernel.ptx").read_bytes() == made.cubin
+    assert build.artifact(SMALL, made.arch) == made
+    assert build.compile_count == 1
+
+
+def test_no_cupy_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    with pytest.raises(ImportError, match=r"pip install 'rtflash\[cuda13\]'"):
+        nvrtc.import_nvrtc()
+
+
+def test_cache_folder_holds_the_variant(folder):
+    made = build.artifact(SMALL, "sm_80")
+    assert made.folder == folder / f"{SMALL.name}.{made.key}"
+    assert (made.folder / "kernel.cubin").read_bytes() == made.cubin
+    assert (made.folder / "kernel.cu").read_text() == made.source == render.source(SMALL)
+    assert (made.folder / "build.log").read_text() == made.log
+    record = json.loads((made.folder / "spec.json").read_text())
+    assert Spec.from_dict(record["spec"]) == SMALL
+    assert record["arch"] == "sm_80"
+    assert record["resources"]["registers"] == made.resources.registers
+    assert build.artifact(SMALL, "sm_80") == made
+    assert build.artifact(SMALL, "sm_86").key != made.key
+    assert build.compile_count == 2
+
+
+def test_a_hit_neither_renders_nor_locks(monkeypatch):
+    build.artifact(SMALL, "sm_80")
+    monkeypatch.setattr(render, "source", None)
+    monkeypatch.setattr(cache, "locked", None)
+    build.artifact(SMALL, "sm_80")
+    assert build.compile_count == 1
+
+
+@pytest.mark.parametrize("file", ["kernel.cu", "kernel.cubin", "spec.json", "build.log"])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: os.urandom(len(data))],
+    ids=["empty", "half", "random"],
+)
+def test_case_b16_damaged_files_are_rebuilt(monkeypatch, compiled, file, damage):
+    monkeypatch.setattr(nvrtc, "run", lambda *_: (compiled.cubin, compiled.log))
+    made = build.artifact(SMALL, "sm_80")
+    path = made.folder / file
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.warns(RuntimeWarning) as caught:
+        repaired = build.artifact(SMALL, "sm_80")
+    assert len(caught) == 1
+    assert repaired.cubin == made.cubin
+    assert build.compile_count == 2
+    assert build.artifact(SMALL, "sm_80") == repaired
+    assert build.compile_count == 2
+
+
+def test_without_disk_cache_a_process_compiles_once(monkeypatch, folder):
+    monkeypatch.setenv("RTFLASH_CACHE", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = build.artifact(SMALL, "sm_80")
+        assert build.artifact(SMALL, "sm_80") is made
+    assert made.folder is None
+    assert build.compile_count == 1
+    assert not folder.exists()
+
+
+def test_unusable_cache_folder_warns_once_and_compiles_once(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.warns(RuntimeWarning, match="in memory only") as caught:
+        made = [build.artifact(spec, "sm_80") for spec in (SMALL, SMALL, OTHER)]
+    assert len(caught) == 1
+    assert made[0] is made[1]
+    assert build.compile_count == 2
+
+
+def test_case_b35_sixteen_threads_compile_each_kernel_once(monkeypatch):
+    loads: list[Spec] = []
+
+    def load(made, gpu):
+        loads.append(made.spec)
+        time.sleep(0.05)
+        return build.Kernel(made.spec, object(), 1, made.resources)
+
+    monkeypatch.setattr(build, "load", load)
+    gpu, barrier = device.for_arch("sm_80"), threading.Barrier(16)
+
+    def call(n: int) -> build.Kernel:
+        barrier.wait()
+        return build.kernel(SMALL if n % 2 else OTHER, gpu)
+
+    with ThreadPoolExecutor(16) as pool:
+        kernels = list(pool.map(call, range(16)))
+    assert build.compile_count == 2
+    assert sorted(spec.head_dim for spec in loads) == [16, 32]
+    assert len({id(kernel) for kernel in kernels}) == 2
+    assert all(kernel.spec == (SMALL if n % 2 else OTHER) for n, kernel in enumerate(kernels))
+    assert build.is_loaded(SMALL, gpu)
+    assert not build.is_loaded(Spec("fp16", 8, 8, 16, 16, 1, 1, isa=75), gpu)
+
+
+def test_a_failed_compilation_leaves_no_lock(monkeypatch):
+    run = nvrtc.run
+    monkeypatch.setattr(nvrtc, "run", lambda *_: (None, "error"))
+    with pytest.raises(build.CompileError):
+        build.artifact(SMALL, "sm_80")
+    monkeypatch.setattr(nvrtc, "run", run)
+    assert build.artifact(SMALL, "sm_80").cubin
+    assert build.compile_count == 2
+
+
+WORKER = """
+import hashlib, sys
+from rtflash import build
+from rtflash.spec import Spec
+spec = Spec("fp16", 16, 16, 16, 16, 1, 1, isa=75)
+print("ready", flush=True)
+made = build.artifact(spec, "sm_80")
+print(hashlib.sha256(made.cubin).hexdigest(), build.compile_count, "jinja2" in sys.modules, flush=True)
+"""
+
+
+def start_worker(folder: Path) -> subprocess.Popen[str]:
+    root = str(Path(rtflash.__file__).resolve().parents[1])
+    return subprocess.Popen(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", WORKER],
+        env={**os.environ, "PYTHONPATH": root, "RTFLASH_CACHE_DIR": str(folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def answer(worker: subprocess.Popen[str]) -> list[str]:
+    out, _ = worker.communicate(timeout=120)
+    assert worker.returncode == 0
+    return out.split()[1:]
+
+
+def test_case_b34_eight_processes_compile_once(folder):
+    answers = [answer(worker) for worker in [start_worker(folder) for _ in range(8)]]
+    assert len({digest for digest, _, _ in answers}) == 1
+    assert sorted(count for _, count, _ in answers) == ["0"] * 7 + ["1"]
+    assert len(cache.entries()) == 1
+
+
+def test_case_b34_killed_in_mid_compile(folder):
+    victim = start_worker(folder)
+    assert victim.stdout.readline() == "ready\n"
+    end = time.monotonic() + 60
+    while not list(folder.glob("*.lock")):
+        assert time.monotonic() < end
+    time.sleep(0.1)
+    victim.send_signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+    victim.communicate(timeout=10)
+    assert cache.entries() == []
+    start = time.monotonic()
+    digest, count, _ = answer(start_worker(folder))
+    assert count == "1"
+    assert time.monotonic() - start < cache.LOCK_TIMEOUT_S / 2
+    assert answer(start_worker(folder)) == [digest, "0", "False"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("disk", ["1", "0"])
+def test_kernel_loads_on_the_device(monkeypatch, disk):
+    import cupy
+
+    monkeypatch.setenv("RTFLASH_CACHE", disk)
+    gpu = device.get(0)
+    kernel = build.kernel(SMALL, gpu)
+    assert kernel.function != 0
+    assert kernel.raw.num_regs == kernel.resources.registers
+    assert kernel.raw.max_dynamic_shared_size_bytes == SMALL.shared_bytes
+    assert kernel.raw.binary_version == gpu.major * 10 + gpu.minor
+    assert build.kernel(SMALL, gpu) is kernel
+    assert build.compile_count == 1
+    assert cupy.cuda.runtime.getDevice() == 0
+
+
+@pytest.mark.gpu
+def test_ptx_loads_on_the_device():
+    gpu = device.get(0)
+    made = build.artifact(SMALL, f"compute_{gpu.major}{gpu.minor}")
+    assert build.load(made, gpu).function != 0
+
+
+@pytest.mark.gpu
+def test_a_cubin_for_another_architecture_is_a_clear_error():
+    gpu = device.get(0)
+    other = "sm_75" if gpu.major >= 8 else "sm_90a"
+    with pytest.raises(RuntimeError, match="update the driver"):
+        build.load(build.artifact(SMALL, other), gpu)

@@ -1,0 +1,180 @@
+"""The command line, on a machine with or without a GPU."""
+
+import json
+import re
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+import rtflash
+from rtflash import cache, device, settings
+from rtflash.__main__ import import_tool
+
+bench, chart, cli, demo = (import_tool(name) for name in ("bench", "chart", "cli", "demo"))
+screen = import_tool("screen")
+
+ROWS = [
+    {"mode": "machine", "gpu": "Some GPU"},
+    {"mode": "fwd", "dtype": "bfloat16", "d": 64, "causal": False, "s": 1024, "b": 16, "h": 32}
+    | {"rtflash": 330, "torch-FA2": 300, "cuDNN": None},
+    {"mode": "fwd", "dtype": "bfloat16", "d": 64, "causal": True, "s": 1024, "b": 16, "h": 32}
+    | {"rtflash": 240, "torch-FA2": 240, "cuDNN": 300},
+    {"mode": "host us/call", "rtflash": 14.5, "torch-SDPA": 18.0},
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(device, "why_no_gpu", lambda: "There is no GPU.")
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def test_help_and_version():
+    assert "Usage" in run().output
+    assert run("--version").output.strip() == rtflash.__version__
+    for command in ("info", "demo", "cache", "generate", "bench"):
+        assert command in run("--help").output
+
+
+def test_info_shows_settings_and_the_reason_without_gpu(without_gpu):
+    result = run("info")
+    assert result.exit_code == 0
+    assert "There is no GPU." in result.output
+    for row in settings.describe():
+        assert row.variable in result.output
+
+
+def test_info_without_cupy_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"] or ["cupy"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    result = run("info")
+    assert result.exit_code == 0
+    assert "rtflash[cuda13]" in result.output
+
+
+@pytest.mark.gpu
+def test_info_names_the_gpu():
+    assert device.get(0).name in run("info").output
+
+
+def test_bad_setting_is_named(monkeypatch):
+    monkeypatch.setenv("RTFLASH_LOG", "loud")
+    result = run("info")
+    assert result.exit_code == 2
+    assert "RTFLASH_LOG" in result.output
+
+
+def test_cache_commands():
+    assert "0 kernels" in run("cache", "size").output
+    place = cache.folder("rtflash_forward_test", "0123456789ab")
+    cache.store(place, cache.Entry({"kernel.cu": b"//" * 2048}, {"arch": "sm_80"}))
+    listed = run("cache", "list").output
+    assert place.name in listed
+    assert "sm_80" in listed
+    assert "1 kernel, 4 KB" in run("cache", "size").output
+    assert "deleted 1 kernel," in run("cache", "clear").output
+    assert "0 kernels" in run("cache", "list").output
+
+
+def test_demo_is_right_here():
+    result = run("demo")
+    assert result.exit_code == 0, result.output
+    assert len(re.findall(r"\bok\b", result.output)) == 2
+
+
+def test_demo_compiles_for_other_gpus(without_gpu):
+    pytest.importorskip("cupy")
+    result = run("demo")
+    assert result.exit_code == 0, result.output
+    assert "sm_80" in result.output
+    assert "sm_90a" in result.output
+
+
+def test_demo_without_cupy_says_what_to_install(without_gpu, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"] or ["cupy"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    result = run("demo")
+    assert result.exit_code == 0, result.output
+    assert "not done" in result.output
+    assert "rtflash[cuda13]" in result.output
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x + 0.01, lambda x: x * float("nan")])
+def test_demo_fails_on_a_wrong_answer(without_gpu, monkeypatch, wrong):
+    right = rtflash.flash_attn_func
+    monkeypatch.setattr(rtflash, "flash_attn_func", lambda *a, **k: wrong(right(*a, **k)))
+    monkeypatch.setattr(demo, "compile_elsewhere", lambda: None)
+    result = run("demo")
+    assert result.exit_code == 1
+    assert "WRONG" in result.output
+
+
+def test_bench_without_gpu_says_why(without_gpu):
+    result = run("bench")
+    assert result.exit_code == 2
+    assert "There is no GPU." in result.output
+    assert "--cpu" in result.output
+
+
+def test_bench_on_the_cpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    file = tmp_path / "rows.json"
+    options = ("--head-dim", "32", "--seqlen", "64", "--json", file)
+    assert run("bench", "--cpu", *options).exit_code == 0
+    rows = json.loads(file.read_text())
+    assert [row["causal"] for row in rows] == [False, True]
+    assert all(row["mode"] == "cpu ms/call" and row["rtflash"] > 0 for row in rows)
+
+
+@pytest.mark.gpu
+def test_bench_on_the_gpu(tmp_path):
+    pytest.importorskip("torch")
+    if bench.why_not():
+        pytest.skip(bench.why_not())
+    file = tmp_path / "rows.json"
+    options = ("--head-dim", "64", "--seqlen", "1024", "--peer", "rtflash,fa2", "--json", file)
+    result = run("bench", *options)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())
+    assert all(row["rtflash"] > 0 and row["torch-FA2"] > 0 for row in rows if row.get("d"))
+    assert rows[-1]["mode"] == "host us/call"
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_bench_shows_saved_rows(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    saved, image = tmp_path / "rows.json", tmp_path / f"plot.{suffix}"
+    chart.save(ROWS, saved)
+    assert chart.load(saved) == ROWS
+    result = run("bench", "--from", saved, "--plot", image)
+    assert result.exit_code == 0, result.output
+    assert "median 1.05, least 1.00" in result.output
+    assert "14.5" in result.output
+    assert image.stat().st_size > 1000
+
+
+def test_bench_refuses_nonsense(tmp_path):
+    assert run("bench", "--peer", "nobody").exit_code == 2
+    assert run("bench", "--seqlen", "many").exit_code == 2
+    assert run("bench", "--from", tmp_path / "missing.json").exit_code == 2
+    (tmp_path / "other.json").write_text("{}")
+    assert run("bench", "--from", tmp_path / "other.json").exit_code == 2
+
+
+def test_units():
+    assert [screen.size(count) for count in (0, 4096, 64 * 1024**2)] == ["0 KB", "4 KB", "64 MB"]
+    assert [screen.duration(x) for x in (15e-6, 0.0123, 2.5)] == ["15 us", "12.3 ms", "2.50 s"]
+    assert [screen.rate(x) for x in (2e9, 4.25e14)] == ["2 GFLOP/s", "425 TFLOP/s"]

@@ -1,0 +1,185 @@
+"""tools/generate.py: which variants, what is written, what fails; and tools/sass.py's counting."""
+
+import dataclasses
+import json
+import struct
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from rtflash import build
+from rtflash.__main__ import import_tool
+from rtflash.nvrtc import Resources
+from rtflash.spec import Spec
+
+cli, generate, sass = (import_tool(name) for name in ("cli", "generate", "sass"))
+
+PLAIN = [frozenset()]
+CLEAN = Resources(
+    registers=128, shared_bytes=0, local_bytes=0, spill_stores=0, spill_loads=0, seconds=0.5
+)
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, ["generate", *(str(argument) for argument in arguments)])
+
+
+def fake_compile(log="", **resources):
+    """A compiler that needs no NVRTC and gives every variant the same resources."""
+
+    def compile(spec, arch):
+        used = dataclasses.replace(CLEAN, **resources)
+        return build.Artifact(spec, arch, b"\x7fELF", "// source", log, (), used, "0" * 12, None)
+
+    return compile
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Install a fake compiler."""
+
+    def install(**options):
+        monkeypatch.setattr(build, "compile", fake_compile(**options))
+        monkeypatch.setattr(generate.nvrtc, "version", lambda: (13, 0))
+        monkeypatch.setattr(build.nvrtc, "version", lambda: (13, 0))
+
+    return install
+
+
+def test_variants_are_distinct_and_as_asked():
+    calls = generate.problems(
+        ["fp16", "bf16"],
+        [(64, 64), (192, 128)],
+        ["full", "causal", "window"],
+        PLAIN,
+        [(8192, 8192)],
+    )
+    chosen, refused = generate.variants(["sm_80", "sm_90a"], calls)
+    assert not refused
+    assert len(set(chosen)) == len(chosen) == 2 * 2 * 3 * 2
+    specs = [variant.spec for variant in chosen]
+    assert {spec.mask for spec in specs} == {"full", "causal", "window"}
+    assert {(spec.head_dim, spec.head_dim_v) for spec in specs} == {(64, 64), (192, 128)}
+
+
+def test_four_variants_by_length():
+    calls = list(generate.problems(["fp16"], [(64, 64)], ["full"], PLAIN, generate.LENGTHS["all"]))
+    chosen, _ = generate.variants(["sm_80"], calls)
+    assert {(v.spec.even_m, v.spec.even_n) for v in chosen} == {
+        (m, n) for m in (False, True) for n in (False, True)
+    }
+
+
+def test_table_is_listed_for_each_architecture():
+    chosen = generate.table_variants(["sm_75", "sm_90a"])
+    assert len(set(chosen)) == len(chosen)
+    assert {variant.arch for variant in chosen} == {"sm_75", "sm_90a"}
+    assert all(variant.spec.isa == 75 for variant in chosen if variant.arch == "sm_75")
+
+
+def test_features_reach_the_spec():
+    both = frozenset({"softcap", "alibi"})
+    calls = generate.problems(["fp16"], [(64, 64)], ["full"], [both], [(8192, 8192)])
+    (variant,), _ = generate.variants(["sm_80"], calls)
+    assert variant.spec.softcap
+    assert variant.spec.alibi
+
+
+def test_bf16_on_turing_is_skipped_with_a_reason(fake):
+    fake()
+    result = run("--arch", "sm_75,sm_80", "--length", "even", "--mask", "full")
+    assert result.exit_code == 0, result.output
+    assert "skipped sm_75" in result.output
+    assert "variants: 1," in result.output
+
+
+@pytest.mark.parametrize(
+    "found",
+    [{"spill_stores": 8}, {"local_bytes": 16}, {"log": "ptxas info : (C7510) serialized wgmma"}],
+)
+def test_a_fault_fails_unless_allowed(fake, found):
+    fake(**found)
+    assert run("--arch", "sm_80", "--length", "even").exit_code == 1
+    assert run("--arch", "sm_80", "--length", "even", "--allow-faults").exit_code == 0
+
+
+def test_an_error_of_the_compiler_is_shown(fake, monkeypatch, tmp_path):
+    def refuse(spec, arch):
+        raise build.CompileError(spec, arch, (), "softmax.cuh(3): error: no", tmp_path)
+
+    fake()
+    monkeypatch.setattr(build, "compile", refuse)
+    result = run("--arch", "sm_80", "--length", "even", "--mask", "full")
+    assert result.exit_code == 1
+    assert "softmax.cuh(3): error: no" in result.output
+
+
+def test_files_and_report(fake, tmp_path):
+    fake()
+    out, report = tmp_path / "out", tmp_path / "report.json"
+    result = run("--arch", "sm_80", "--length", "even", "--out", out, "--json", report)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(report.read_text())
+    assert len(rows) == 2
+    for row in rows:
+        place = out / row["arch"] / row["name"]
+        assert {"kernel.cu", "kernel.cubin", "spec.json"} <= {file.name for file in place.iterdir()}
+        record = json.loads((place / "spec.json").read_text())
+        assert Spec.from_dict(record["spec"]).name == row["name"]
+        assert row["registers"] == 128
+        assert row["faults"] == []
+
+
+def test_a_real_compilation(tmp_path):
+    pytest.importorskip("cupy")
+    options = ("--head-dim", "64", "--length", "even", "--mask", "causal", "--out", tmp_path)
+    result = run("--arch", "sm_80", *options)
+    assert result.exit_code == 0, result.output
+    (file,) = tmp_path.rglob("kernel.cubin")
+    cubin = file.read_bytes()
+    assert cubin.startswith(b"\x7fELF")
+    # The program headers stand last: NVIDIA's disassemblers refuse a file that lacks a byte of them.
+    (start,), (entry, count) = (
+        struct.unpack_from("<Q", cubin, 32),
+        struct.unpack_from("<HH", cubin, 54),
+    )
+    assert start + entry * count <= len(cubin)
+
+
+def test_without_nvrtc_it_says_what_to_install(monkeypatch):
+    def missing():
+        raise ImportError("install rtflash[cuda13]")
+
+    monkeypatch.setattr(generate.nvrtc, "version", missing)
+    result = run("--arch", "sm_80")
+    assert result.exit_code == 2
+    assert "rtflash[cuda13]" in result.output
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [("--arch", "sm_1"), ("--head-dim", "wide"), ("--mask", "none"), ("--dtype", "fp32")],
+)
+def test_bad_options_are_refused(wrong):
+    result = run(*wrong)
+    assert result.exit_code == 2
+    assert wrong[1] in result.output
+
+
+def test_sass_counts_instructions():
+    text = """
+.text.kernel_one:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 LDSM.16.M88.4 R4, [R2] ;
+        /*0020*/                   HMMA.16816.F32 R8, R4, R6, R8 ;
+        /*0030*/                   HMMA.16816.F32 R8, R4, R6, R8 ;
+                Function : kernel_two
+        /*0000*/              @UP1 STL [R1], R2 ;
+"""
+    one, two = sass.count(text).values()
+    assert (one["HMMA"], one["LDSM"], one["total"]) == (2, 1, 4)
+    assert (two["STL"], two["total"]) == (1, 1)

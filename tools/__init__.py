@@ -1,0 +1,1 @@
+"""Command-line tools: the `rtflash` commands and what developers of the kernels use."""

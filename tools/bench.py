@@ -1,0 +1,221 @@
+"""rtflash beside its peers on one GPU, in one run: forward throughput and host overhead.
+
+Rows are flat dicts, one per measured point, with a column per implementation: TFLOP/s for mode
+"fwd", microseconds for "host us/call", milliseconds for "cpu ms/call". Operations are those of the
+two matrix products, half when causal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.markup import escape
+
+import rtflash
+from rtflash import device
+
+from . import chart
+from .chart import SHAPE_KEYS, Row
+from .peers import PEERS, Peer, cpu_peers, make_peers
+from .screen import console, items, numbers
+
+MODES = ("fwd", "host")
+DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+
+# Every forward point has the same tokens and model width, as the FlashAttention papers plot it.
+TOKENS, WIDTH = 16384, 2048
+ROUNDS, TURN_MS = 5, 15.0
+HOST_CALLS = 200
+
+
+def why_not() -> str | None:
+    """None if the GPU benchmark can run, else why not."""
+    reason = device.why_no_gpu()
+    if reason is not None:
+        return reason
+    try:
+        import torch
+    except ImportError:
+        return "The GPU benchmark needs torch, for its timers and its attention: pip install torch."
+    return None if torch.cuda.is_available() else "This torch is a build without CUDA."
+
+
+def turn(peer: Peer, calls: int) -> list[float]:
+    """Milliseconds of queued calls: each by CUDA events, or their mean by the clock.
+
+    The clock is for peers on a stream that torch's events cannot see.
+    """
+    import torch
+
+    if peer.wait:
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = peer.call()
+        peer.wait(result)
+        return [(time.perf_counter() - start) * 1e3 / calls]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
+    for begin, end in events:
+        begin.record()
+        peer.call()
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in events]
+
+
+def medians(peers: Sequence[Peer]) -> dict[str, float]:
+    """Median milliseconds of each peer.
+
+    They take turns of TURN_MS, round after round, so that a clock that falls under the power limit
+    falls for all.
+    """
+    calls = {}
+    for peer in peers:
+        turn(peer, 3)
+        calls[peer.name] = int(min(200, max(4, TURN_MS / max(turn(peer, 2)[-1], 1e-3))))
+    times: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    for _, peer in itertools.product(range(ROUNDS), peers):
+        times[peer.name] += turn(peer, calls[peer.name])
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def machine() -> Iterator[Row]:
+    """What the figures were measured on, and a matrix product as the yardstick."""
+    import torch
+
+    yield {
+        "mode": "machine",
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "rtflash": rtflash.__version__,
+    }
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    milliseconds = medians([Peer("gemm", lambda: a @ b)])["gemm"]
+    yield {"gemm bf16 TFLOP/s": round(2 * 8192**3 / milliseconds / 1e9)}
+
+
+def forward(
+    names: Sequence[str],
+    dims: Sequence[int],
+    seqlens: Sequence[int],
+    dtypes: Sequence[str],
+    skipped: dict[str, str],
+) -> Iterator[Row]:
+    """A row of TFLOP/s per dtype, head_dim, mask and length."""
+    import torch
+
+    torch.manual_seed(0)
+    for dtype, d, causal, s in itertools.product(dtypes, dims, (False, True), seqlens):
+        b, h = max(1, TOKENS // s), max(1, WIDTH // d)
+        options = {"device": "cuda", "dtype": getattr(torch, DTYPES[dtype])}
+        q, k, v = (torch.randn(b, s, h, d, **options) for _ in range(3))
+        times = medians(make_peers(names, q, k, v, causal, skipped))
+        flops = 4 * b * h * s * s * d / (2 if causal else 1)
+        shape = dict(zip(SHAPE_KEYS, ("fwd", DTYPES[dtype], d, causal, s, b, h), strict=True))
+        yield shape | {name: round(flops / ms / 1e9) for name, ms in times.items()}
+
+
+def host(names: Sequence[str], skipped: dict[str, str]) -> Row:
+    """Microseconds that a small call costs its thread: a median over rounds of HOST_CALLS each.
+
+    torch's attention is called plainly, without the context manager that chooses its backend.
+    """
+    import torch
+
+    plain = ["sdpa", *(name for name in names if name not in ("sdpa", "fa2", "cudnn"))]
+    q, k, v = (torch.randn(1, 64, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    peers = make_peers(plain, q, k, v, False, skipped)
+    times: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    for _, peer in itertools.product(range(ROUNDS), peers):
+        turn(peer, 20)
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            peer.call()
+        times[peer.name].append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+        torch.cuda.synchronize()
+    return {"mode": "host us/call"} | {n: round(statistics.median(t), 1) for n, t in times.items()}
+
+
+def cpu(dims: Sequence[int], seqlens: Sequence[int], skipped: dict[str, str]) -> Iterator[Row]:
+    """A row of milliseconds per head_dim, mask and length, for 8 fp16 heads on the CPU."""
+    rng = np.random.default_rng(0)
+    for d, causal, s in itertools.product(dims, (False, True), seqlens):
+        q, k, v = rng.standard_normal((3, 1, s, 8, d), np.float32).astype(np.float16)
+        peers = cpu_peers(q, k, v, causal, skipped)
+        times: dict[str, list[float]] = {peer.name: [] for peer in peers}
+        for _, peer in itertools.product(range(ROUNDS + 1), peers):
+            start = time.perf_counter()
+            peer.call()
+            times[peer.name].append((time.perf_counter() - start) * 1e3)
+        shape = dict(zip(SHAPE_KEYS, ("cpu ms/call", "float16", d, causal, s, 1, 8), strict=True))
+        yield shape | {name: round(statistics.median(t[1:]), 2) for name, t in times.items()}
+
+
+def command(
+    mode: Annotated[str, typer.Option(help="fwd, host")] = "fwd,host",
+    peer: Annotated[str, typer.Option(help=", ".join(PEERS))] = "rtflash,fa2,cudnn,fa3,fa4",
+    head_dim: Annotated[str, typer.Option(help="64,128,256 if not given.")] = "",
+    seqlen: Annotated[str, typer.Option(help="1024,4096,16384; 256,1024 with --cpu.")] = "",
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bf16",
+    on_cpu: Annotated[bool, typer.Option("--cpu", help="Time the NumPy backend instead.")] = False,
+    report: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them here (.png, .svg).")] = None,
+    saved: Annotated[
+        Path | None, typer.Option("--from", help="Show a file's rows instead.")
+    ] = None,
+) -> None:
+    """rtflash beside the attention libraries that import here, in one run on one GPU."""
+    dims = numbers(head_dim or "64,128,256", "--head-dim")
+    seqlens = numbers(seqlen or ("256,1024" if on_cpu else "1024,4096,16384"), "--seqlen")
+    names, dtypes = items(peer, "--peer", list(PEERS)), items(dtype, "--dtype", list(DTYPES))
+    modes = items(mode, "--mode", MODES)
+    skipped: dict[str, str] = {}
+    if saved is not None:
+        try:
+            rows = chart.load(saved)
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(f"--from: {error}") from None
+    elif on_cpu:
+        rows = show(cpu(dims, seqlens, skipped))
+    else:
+        reason = why_not()
+        if reason is not None:
+            console.print(f"[yellow]Nothing to measure:[/] {escape(reason)}")
+            console.print("--cpu times the NumPy backend, --from FILE shows saved rows.")
+            raise typer.Exit(2)
+        rows = show(machine())
+        rows += show(forward(names, dims, seqlens, dtypes, skipped)) if "fwd" in modes else []
+        rows += show(iter([host(names, skipped)])) if "host" in modes else []
+    for table in chart.tables(rows):
+        console.print(table, "")
+    for name, reason in skipped.items():
+        console.print(f"[yellow]skipped[/] {name}: {escape(reason)}")
+    write(rows, report, plot)
+
+
+def show(rows: Iterator[Row]) -> list[Row]:
+    """The rows, each printed as it comes."""
+    kept = []
+    for row in rows:
+        console.print(escape(str(row)), style="dim", soft_wrap=True)
+        kept.append(row)
+    return kept
+
+
+def write(rows: Sequence[Row], report: Path | None, plot: Path | None) -> None:
+    """The rows as JSON and as a plot, where asked for."""
+    if report is not None:
+        chart.save(rows, report)
+    if plot is not None:
+        try:
+            chart.plot(rows, plot)
+        except (ImportError, ValueError) as error:
+            console.print(f"[red]no plot:[/] {escape(str(error))}")
+            raise typer.Exit(1) from None

@@ -1,0 +1,161 @@
+"""Benchmark rows as tables in the terminal, a plot and a JSON file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+
+from .screen import frameless
+
+Row = dict[str, Any]
+
+# What a row was measured on; every other key is an implementation.
+SHAPE_KEYS = ("mode", "dtype", "d", "causal", "s", "b", "h")
+
+TITLES = {
+    "fwd": "forward, TFLOP/s (more is better)",
+    "host us/call": "time of the caller's thread in a small call, us (less is better)",
+    "cpu ms/call": "forward on the CPU, ms (less is better)",
+}
+COLOURS = {"rtflash": "#d1495b", "torch-FA2": "#a8b5c8", "cuDNN": "#5c6f8a", "FA3": "#2f3e55"}
+SPARE_COLOURS = ("#7a9e87", "#c2a878", "#8f7aa6", "#b0a8a0")
+
+
+def tables(rows: Sequence[Row]) -> Iterator[Group]:
+    """Title, table and summary for each mode that is there."""
+    for mode in TITLES:
+        chosen = [row for row in rows if row.get("mode") == mode]
+        if chosen:
+            yield table(chosen, mode)
+
+
+def table(rows: Sequence[Row], mode: str) -> Group:
+    """The rows of one mode; the best of each row is bold."""
+    names = implementations(rows)
+    shapes = [key for key in SHAPE_KEYS[1:] if any(key in row for row in rows)]
+    headers = [*shapes, *names]
+    best = max if mode == "fwd" else min
+    ratios = [ratio(row) for row in rows if mode == "fwd"]
+    known = [value for value in ratios if value is not None]
+    if known:
+        headers.append("rtflash/FA2")
+    grid = frameless(*headers, right=headers)
+    for index, row in enumerate(rows):
+        top = best((row[name] for name in names if row.get(name) is not None), default=None)
+        values = [row.get(name) for name in names]
+        cells = ["-" if v is None else f"[bold]{v}[/]" if v == top else f"{v}" for v in values]
+        if known:
+            cells.append("-" if ratios[index] is None else f"{ratios[index]:.2f}")
+        grid.add_row(*(kind(row.get(key, "")) for key in shapes), *cells)
+    if not known:
+        return Group(TITLES[mode], grid)
+    summary = f"rtflash/FA2: median {statistics.median(known):.2f}, least {min(known):.2f}"
+    return Group(TITLES[mode], grid, summary)
+
+
+def kind(value: object) -> str:
+    """A cell of what was measured."""
+    return {True: "causal", False: "full"}[value] if isinstance(value, bool) else f"{value}"
+
+
+def implementations(rows: Sequence[Row]) -> list[str]:
+    """The implementations measured in `rows`, in order of first appearance."""
+    return list(dict.fromkeys(key for row in rows for key in row if key not in SHAPE_KEYS))
+
+
+def ratio(row: Row) -> float | None:
+    """rtflash's speed over torch's FlashAttention-2, None where one is missing."""
+    ours, theirs = row.get("rtflash"), row.get("torch-FA2")
+    return ours / theirs if ours and theirs else None
+
+
+def plot(rows: Sequence[Row], file: Path) -> None:
+    """Forward throughput as bars, a panel per head_dim and mask, into a .png or .svg.
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed.
+    ValueError
+        There is no forward row to draw.
+    """
+    points = [row for row in rows if row.get("mode") == "fwd"]
+    if not points:
+        raise ValueError("there are no forward rows to plot")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = implementations(points)
+    spare = itertools.cycle(SPARE_COLOURS)
+    colours = {name: COLOURS.get(name) or next(spare) for name in names}
+    dims = sorted({row["d"] for row in points})
+    masks = sorted({row["causal"] for row in points})
+    figure, axes = pyplot.subplots(
+        len(masks),
+        len(dims),
+        figsize=(2 + 3.2 * len(dims), 0.8 + 2.6 * len(masks)),
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+    )
+    for (line, causal), (column, d) in itertools.product(enumerate(masks), enumerate(dims)):
+        axis = axes[line][column]
+        axis.set_title(f"head_dim {d}, {kind(causal)}", fontsize=10)
+        draw(axis, [row for row in points if (row["d"], row["causal"]) == (d, causal)], colours)
+        if column == 0:
+            axis.set_ylabel("TFLOP/s")
+        if line == len(masks) - 1:
+            axis.set_xlabel("sequence length")
+    gpu = next((f", {row['gpu']}" for row in rows if "gpu" in row), "")
+    figure.suptitle(f"Attention forward, {points[0]['dtype']}{gpu}")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def draw(axis: Any, rows: Sequence[Row], colours: dict[str, str]) -> None:
+    """One panel: a group of bars per length, a bar per implementation."""
+    width = 0.8 / len(colours)
+    for index, (name, colour) in enumerate(colours.items()):
+        shift = (index - (len(colours) - 1) / 2) * width
+        places = [place + shift for place in range(len(rows))]
+        heights = [row.get(name) or 0 for row in rows]
+        axis.bar(places, heights, width * 0.92, label=name, color=colour)
+    axis.set_xticks(range(len(rows)), [length(row["s"]) for row in rows])
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_axisbelow(True)
+    axis.grid(axis="y", color="#e8e8e8")
+
+
+def length(tokens: int) -> str:
+    """A sequence length as people write it: 16384 -> 16k."""
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens}"
+
+
+def save(rows: Sequence[Row], file: Path) -> None:
+    """Write the rows as JSON, one a line."""
+    lines = ",\n ".join(json.dumps(row) for row in rows)
+    file.write_text(f"[{lines}]\n", encoding="utf-8")
+
+
+def load(file: Path) -> list[Row]:
+    """The rows that `save` wrote.
+
+    Raises
+    ------
+    OSError, ValueError
+        The file cannot be read, or holds something else.
+    """
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{file} holds no list of benchmark rows")
+    return rows

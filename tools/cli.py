@@ -1,0 +1,139 @@
+"""The commands of `rtflash`: info and cache here, the others in the modules of their names."""
+
+from __future__ import annotations
+
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+import rtflash
+from rtflash import cache, device, nvrtc, settings
+
+from . import bench, demo, generate
+from .screen import console, frameless, size
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+cache_app = typer.Typer(no_args_is_help=True, help="The compiled kernels on disk.")
+app.add_typer(cache_app, name="cache")
+app.command("demo")(demo.command)
+app.command("generate")(generate.command)
+app.command("bench")(bench.command)
+
+PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "cupy", "torch", "jax", "ml_dtypes")
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """FlashAttention without a build: CUDA kernels compiled for the call at hand, and cached."""
+    if version:
+        console.print(rtflash.__version__)
+        raise typer.Exit
+    try:
+        settings.get()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@app.command()
+def info() -> None:
+    """What runs here: GPUs, driver, compiler, cache, settings; and why a GPU is not used."""
+    rows = frameless()
+    rows.add_row("rtflash", escape(f"{rtflash.__version__} in {Path(rtflash.__file__).parent}"))
+    rows.add_row("Python", f"{platform.python_version()} on {platform.platform(terse=True)}")
+    rows.add_row("packages", ", ".join(installed()))
+    for line in gpus():
+        rows.add_row("GPU", line)
+    rows.add_row("NVRTC", compiler())
+    rows.add_row("cache", stored())
+    console.print(rows)
+    table = frameless("setting", "value", "from", "meaning")
+    for row in settings.describe():
+        table.add_row(*(escape(cell) for cell in row))
+    console.print("", table)
+
+
+def installed() -> list[str]:
+    """Name and version of the packages that rtflash talks to."""
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def gpus() -> list[str]:
+    """A line per GPU and one for the driver, or the reason why none is used."""
+    reason = device.why_no_gpu()
+    if reason is not None:
+        return [f"[yellow]not used.[/] {escape(reason)} Host arrays run on NumPy."]
+    from cupy.cuda import runtime
+
+    found = [device.get(index) for index in range(runtime.getDeviceCount())]
+    driver = runtime.driverGetVersion()
+    lines = [
+        f"{escape(gpu.name)}: {gpu.arch}, {gpu.sm_count} SMs, "
+        f"{gpu.shared_bytes_per_block // 1024} KB shared memory a CTA"
+        for gpu in found
+    ]
+    return [*lines, f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}"]
+
+
+def compiler() -> str:
+    """NVRTC's version and the architectures it compiles for, or what is missing."""
+    try:
+        return f"{'.'.join(map(str, nvrtc.version()))} for {' '.join(nvrtc.supported_archs())}"
+    except (ImportError, RuntimeError) as error:
+        return f"[yellow]missing.[/] {escape(str(error))}"
+
+
+def stored() -> str:
+    """Number, size and place of the kernels on disk."""
+    current = settings.get()
+    if not current.cache:
+        return "off (RTFLASH_CACHE=0): kernels stay in memory"
+    return escape(f"{kernels(len(cache.entries()))}, {size(cache.size())} in {current.cache_dir}")
+
+
+def kernels(count: int) -> str:
+    """A number of kernels in words."""
+    return f"{count} kernel{'' if count == 1 else 's'}"
+
+
+@cache_app.command("list")
+def cache_list() -> None:
+    """The kernels on disk, the newest last."""
+    table = frameless("kernel", "arch", "registers", "size", "made", right=("registers", "size"))
+    for entry in sorted(cache.entries(), key=lambda entry: entry.modified):
+        record: Any = entry.record
+        table.add_row(
+            escape(entry.folder.name),
+            record.get("arch", "[red]damaged[/]"),
+            str(record.get("resources", {}).get("registers", "")),
+            size(entry.size),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.modified)),
+        )
+    if table.row_count:
+        console.print(table)
+    console.print(stored())
+
+
+@cache_app.command("size")
+def cache_size() -> None:
+    """Their number, size and place."""
+    console.print(stored())
+
+
+@cache_app.command("clear")
+def cache_clear() -> None:
+    """Delete them; other files in the folder stay."""
+    freed = cache.size()
+    console.print(f"deleted {kernels(cache.clear())}, {size(freed)}")

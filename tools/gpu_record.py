@@ -1,0 +1,196 @@
+"""The record of the GPU tests: on which GPU, with which versions and for which sources they passed.
+
+usage: python tools/gpu_record.py [--output FILE]   run `pytest -m gpu` here and write the record if all pass
+       python tools/gpu_record.py --check           say whether the record covers the sources as they stand
+
+A machine without a GPU cannot run these tests, so it checks the record: exit status 1 if the kernels have changed since
+(templates and the modules that choose, render and launch them), 0 with a note if only other Python code has. Comments,
+docstrings, blank lines and line endings do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "tests" / "gpu_record.json"
+# What decides the machine code and how it is launched; the other modules are checked on any machine.
+KERNEL_MODULES = ("spec.py", "select.py", "render.py", "launch.py")
+PACKAGES = ("torch", "cupy", "jax", "numpy")
+
+
+def main() -> int:
+    """Command line; the exit status."""
+    parser = argparse.ArgumentParser(description="Record of the GPU tests.")
+    parser.add_argument("--check", action="store_true", help="compare the record with the sources")
+    parser.add_argument("--output", type=Path, default=RECORD, help="where to write the record")
+    arguments = parser.parse_args()
+    return check() if arguments.check else record(arguments.output)
+
+
+def check() -> int:
+    """Print what the record covers; 1 if it does not cover the kernels."""
+    try:
+        kept = json.loads(RECORD.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        print(f"no GPU record: {error}")
+        return 1
+    run = f"{kept['passed']} GPU tests passed on {kept['gpu']} on {kept['date']}"
+    current = digests()
+    if kept["digests"]["kernels"] != current["kernels"]:
+        print(f"The GPU record is stale: {run}, and the kernels have changed since.")
+        print(
+            "Run `python tools/gpu_record.py` on a machine with a GPU and commit tests/gpu_record.json."
+        )
+        return 1
+    if kept["digests"] != current:
+        print(f"{run}; the kernels are the same since, other Python code has changed.")
+    else:
+        print(f"{run}; it covers the sources as they stand.")
+    return 0
+
+
+def record(output: Path) -> int:
+    """Run the GPU tests and write the record; pytest's exit status, or 1 if there is nothing to record."""
+    sys.path.insert(0, str(ROOT))
+    from rtflash import device, nvrtc
+
+    reason = device.why_no_gpu()
+    if reason:
+        print(f"No record: {reason}")
+        return 1
+    before = digests()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "gpu",
+            "-ra",
+            f"--junitxml={report}",
+            "tests",
+        ]
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        counts = counted(report) if report.exists() else {}
+    if status != 0 or not counts.get("passed"):
+        print("No record: the tests did not pass.")
+        return status or 1
+    if digests() != before:
+        print("No record: the sources changed while the tests ran.")
+        return 1
+    written = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "gpu": device.get(0).name,
+        "arch": device.get(0).arch,
+        "driver": driver_version(),
+        "nvrtc": ".".join(map(str, nvrtc.version())),
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+        **counts,
+        "digests": before,
+    }
+    output.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    print(
+        f"{output}: {counts['passed']} passed, {counts['skipped']} skipped in {counts['seconds']:.0f} s"
+    )
+    return 0
+
+
+def counted(report: Path) -> dict[str, Any]:
+    """Counts and seconds of pytest's XML report."""
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None
+    total, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
+    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+    return {
+        "passed": total - skipped - failed,
+        "failed": failed,
+        "skipped": skipped,
+        "seconds": round(float(suite.attrib["time"]), 1),
+    }
+
+
+def driver_version() -> str:
+    """The driver's own version; "unknown" where nvidia-smi is missing."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, None where it is missing."""
+    names = [package] if package != "cupy" else ["cupy", "cupy-cuda13x", "cupy-cuda12x"]
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def digests() -> dict[str, str]:
+    """SHA-256 of the code of the kernels and of the package's other modules."""
+    modules = sorted((ROOT / "rtflash").glob("*.py"))
+    kernels = [path for path in modules if path.name in KERNEL_MODULES]
+    templates = [path for path in (ROOT / "templates").rglob("*") if path.suffix in (".cu", ".cuh")]
+    return {
+        "kernels": digest([*sorted(templates), *kernels]),
+        "python": digest(path for path in modules if path not in kernels),
+    }
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """SHA-256 of the files' names and code."""
+    total = hashlib.sha256()
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        code = python_code(text) if path.suffix == ".py" else cuda_code(text)
+        total.update(f"{path.relative_to(ROOT).as_posix()}\n{code}\n".encode())
+    return total.hexdigest()
+
+
+def python_code(text: str) -> str:
+    """A module without docstrings, comment lines and blank lines."""
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        first = node.body[0] if node.body else None
+        if (
+            isinstance(first, ast.Expr)
+            and isinstance(first.value, ast.Constant)
+            and isinstance(first.value.value, str)
+        ):
+            for number in range(first.lineno - 1, first.end_lineno or first.lineno):
+                lines[number] = ""
+    return "\n".join(
+        line.rstrip() for line in lines if line.strip() and not line.lstrip().startswith("#")
+    )
+
+
+def cuda_code(text: str) -> str:
+    """A template without comments and blank lines; Jinja's `//%` lines are code."""
+    lines = (re.sub(r"\s*//(?!%).*$", "", line).rstrip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line.strip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
