@@ -143,7 +143,7 @@ def warmup(
     ----------
     head_dim, head_dim_v : of q and k, and of v; head_dim_v None = head_dim.
     dtype : "fp16" or "bf16".
-    causal, window, softcap, alibi : the features of the calls to come.
+    causal, window, softcap, alibi : the features of the calls to come, on tensors as aligned as row-major ones.
     device_index : CUDA index.
 
     Returns
@@ -154,8 +154,11 @@ def warmup(
 
     bound = 1 if window else -1
     value_dim = head_dim if head_dim_v is None else head_dim_v
+    align = problem.alignment(
+        *(View(0, (2, 2), (dim, 1), dtype, device_index) for dim in (head_dim, value_dim))
+    )
     call = problem.Problem(
-        1, 1, 1, 1, 1, head_dim, value_dim, dtype, 1.0, bound, 0 if causal else bound, float(softcap), alibi, 16
+        1, 1, 1, 1, 1, head_dim, value_dim, dtype, 1.0, bound, 0 if causal else bound, float(softcap), alibi, align
     )  # fmt: skip
     gpu = device.get(device_index)
     spec, _ = select.forward(call, gpu)

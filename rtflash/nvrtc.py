@@ -36,8 +36,13 @@ class Resources:
 
 def options(arch: str) -> tuple[str, ...]:
     """NVRTC's options."""
-    common = (f"-arch={arch}", "-std=c++17", "-default-device", "-lineinfo")
-    return common if arch.startswith("compute_") else (*common, "--ptxas-options=-v")
+    flags = [f"-arch={arch}", "-std=c++17", "-default-device", "-lineinfo"]
+    if not arch.startswith("compute_"):
+        flags.append("--ptxas-options=-v")
+    if version() >= (13, 0):
+        # NVRTC's own cache would answer a repeated source without ptxas' report.
+        flags.append("--no-cache")
+    return tuple(flags)
 
 
 def run(text: str, name: str, arch: str, flags: tuple[str, ...]) -> tuple[bytes | None, str]:
@@ -53,7 +58,8 @@ def run(text: str, name: str, arch: str, flags: tuple[str, ...]) -> tuple[bytes 
         if arch.startswith("compute_"):
             ptx = nvrtc.getPTX(program)  # text in older CuPy
             return ptx.encode() if isinstance(ptx, str) else ptx.rstrip(b"\0"), log
-        return nvrtc.getCUBIN(program), log
+        # CuPy (14.2) takes a cubin for a string and drops its last byte, a zero that disassemblers miss.
+        return nvrtc.getCUBIN(program) + b"\0", log
     finally:
         nvrtc.destroyProgram(program)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .device import Device
 from .problem import Problem
@@ -15,7 +15,7 @@ MAX_BLOCKS = 2**31 - 1  # CUDA's limit of gridDim.x
 
 
 class Tile(NamedTuple):
-    """Spec fields that the table chooses, and the largest head_dim that they serve."""
+    """Spec fields that the table chooses, for head_dims up to `max_head_dim`."""
 
     max_head_dim: int
     block_m: int
@@ -24,6 +24,17 @@ class Tile(NamedTuple):
     stages: int
     q_in_regs: bool = False
     blocks_per_sm: int = 1
+    prescale_block_n: int = (
+        0  # block_n of prescaled variants, where those need more registers; 0 = block_n
+    )
+
+    def fields(self, prescale: bool) -> dict[str, Any]:
+        """The fields of a Spec."""
+        values = self._asdict()
+        del values["max_head_dim"], values["prescale_block_n"]
+        if prescale and self.prescale_block_n:
+            values["block_n"] = self.prescale_block_n
+        return values
 
 
 class Grid(NamedTuple):
@@ -38,25 +49,25 @@ class Grid(NamedTuple):
 # full and causal); for the smaller limits with shared memory padded, so that as many CTAs share an SM as there would.
 TILES: dict[int, tuple[Tile, ...]] = {
     227 * KIB: (
-        Tile(32, 128, 64, 4, 2, q_in_regs=True, blocks_per_sm=3),
+        Tile(32, 128, 64, 4, 2, blocks_per_sm=3),
         Tile(64, 128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2),
         Tile(96, 128, 64, 4, 2, blocks_per_sm=2),
-        Tile(128, 128, 64, 4, 2, blocks_per_sm=2),
-        Tile(160, 128, 32, 4, 1, blocks_per_sm=2),
+        Tile(128, 128, 64, 4, 2, blocks_per_sm=2, prescale_block_n=48),
+        Tile(160, 64, 64, 4, 2, blocks_per_sm=2),
         Tile(192, 64, 96, 4, 1, blocks_per_sm=2),
         Tile(256, 64, 64, 4, 1, blocks_per_sm=2),
     ),
     163 * KIB: (
-        Tile(32, 128, 64, 4, 2, q_in_regs=True, blocks_per_sm=3),
+        Tile(32, 128, 64, 4, 2, blocks_per_sm=3),
         Tile(64, 128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2),
         Tile(96, 128, 64, 4, 2, blocks_per_sm=2),
-        Tile(128, 128, 64, 4, 1, blocks_per_sm=2),
-        Tile(160, 128, 32, 4, 1, blocks_per_sm=2),
+        Tile(128, 128, 64, 4, 1, blocks_per_sm=2, prescale_block_n=48),
+        Tile(160, 64, 64, 4, 1, blocks_per_sm=2),
         Tile(192, 64, 64, 4, 1, blocks_per_sm=2),
         Tile(256, 128, 64, 8, 1),
     ),
     99 * KIB: (
-        Tile(32, 128, 64, 4, 2, q_in_regs=True, blocks_per_sm=3),
+        Tile(32, 128, 64, 4, 2, blocks_per_sm=3),
         Tile(64, 128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2),
         Tile(96, 128, 64, 4, 1, blocks_per_sm=2),
         Tile(128, 128, 32, 4, 1, blocks_per_sm=2),
@@ -105,8 +116,8 @@ def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
             f"q is bf16 on {device.name} (sm_{device.major}{device.minor}); bf16 needs sm_80, use fp16"
         )
     chosen = tile(max(problem.head_dim, problem.head_dim_v), device)
-    fields = chosen._asdict()
-    del fields["max_head_dim"]
+    prescale = problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0
+    fields = chosen.fields(prescale)
     spec = Spec(
         dtype=problem.dtype,
         head_dim=problem.head_dim,
@@ -115,9 +126,9 @@ def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
         mask=problem.mask,
         softcap=problem.softcap > 0,
         alibi=problem.alibi,
-        prescale=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0,
-        even_m=problem.seqlen_q % chosen.block_m == 0,
-        even_n=problem.seqlen_k % chosen.block_n == 0,
+        prescale=prescale,
+        even_m=problem.seqlen_q % fields["block_m"] == 0,
+        even_n=problem.seqlen_k % fields["block_n"] == 0,
         align=problem.align,
         **fields,
     )

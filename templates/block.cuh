@@ -1,4 +1,5 @@
-// Which part of the problem a CTA works on: blockIdx -> batch, head, query tile and the range of key tiles.
+// Which part of the problem a CTA works on: blockIdx -> batch, head, query tile and the range of
+// key tiles.
 #pragma once
 
 #include "params.cuh"
@@ -13,9 +14,10 @@ struct Block {
   int n_end;
 };
 
-/// Tile order: the (batch, head) pairs are cut into sections of `params.section` whose keys and values fit L2 together.
-/// Within a section all pairs take their last query tile first: under a causal mask the longest work then starts first.
-/// With section 1 the tiles of one pair follow one another. (LPT within L2 sections: FlashAttention-3.)
+/// Tile order: the (batch, head) pairs are cut into sections of `params.section` whose keys and
+/// values fit L2 together. Within a section all pairs take their last query tile first: under a
+/// causal mask the longest work then starts first. With section 1 the tiles of one pair follow one
+/// another. (LPT within L2 sections: FlashAttention-3.)
 __device__ __forceinline__ Block locate_block(const Params& params) {
   const int m_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const int section_tiles = params.section * m_tiles;
@@ -34,7 +36,8 @@ __device__ __forceinline__ Block locate_block(const Params& params) {
   block.n_begin = 0;
   block.n_end = (params.seqlen_k + kBlockN - 1) / kBlockN;
   if constexpr (kMask != MaskKind::full) {
-    // Query row i stands at key i + seqlen_k - seqlen_q (bottom-right) and sees window_right keys beyond it.
+    // Query row i stands at key i + seqlen_k - seqlen_q (bottom-right) and sees window_right keys
+    // beyond it.
     const int shift = params.seqlen_k - params.seqlen_q;
     const int m_end = min(block.m_begin + kBlockM, params.seqlen_q);
     const int right = kMask == MaskKind::causal ? 0 : params.window_right;

@@ -9,6 +9,9 @@ using uint64 = unsigned long long;
 // fp16 and bf16 values travel as raw bits; ptx.cuh converts them.
 using Element = uint16;
 
+#define KERNEL_NAME \
+  $ { name }
+
 enum class DType { fp16, bf16 };
 enum class MaskKind { full, causal, window };
 
@@ -16,7 +19,7 @@ constexpr int kIsa = ${isa};  // 75: synchronous copies, m16n8k8; 80: cp.async, 
 constexpr DType kDType = DType::${dtype};
 constexpr int kHeadDim = ${head_dim};
 constexpr int kHeadDimV = ${head_dim_v};
-constexpr int kHeadDimPadded = ${head_dim_padded};    // columns of a shared row of Q and K
+constexpr int kHeadDimPadded = ${head_dim_padded};     // columns of a shared row of Q and K
 constexpr int kHeadDimVPadded = ${head_dim_v_padded};  // columns of a shared row of V and O
 
 constexpr int kBlockM = ${block_m};  // query rows of a CTA
@@ -37,19 +40,21 @@ constexpr bool kEvenN = ${even_n};       // seqlen_k % kBlockN == 0
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 constexpr int kElementBytes = 2;
-constexpr int kLoadBytes = ${align};      // widest global load that q, k and v allow
+constexpr int kLoadBytes = ${align};       // widest global load that q, k and v allow
 constexpr int kStoreBytes = ${out_align};  // widest global store that o allows
 
-// mma tiles: 16 query rows, 8 keys (or columns of V) wide, 16 deep. ldmatrix.x4 feeds two tiles at once.
-constexpr int kMmaM = kBlockM / (kWarps * 16);          // m16 tiles of a warp
-constexpr int kMmaN = kBlockN / 8;                      // n8 tiles of S
-constexpr int kMmaK = (kHeadDim + 15) / 16;             // k16 steps of Q K^T
-constexpr int kMmaV = (kHeadDimV + 15) / 16 * 2;        // n8 tiles of O
-constexpr int kRows = 2 * kMmaM;                        // rows of S and O that a thread shares with its quad
+// mma tiles: 16 query rows, 8 keys (or columns of V) wide, 16 deep. ldmatrix.x4 feeds two tiles at
+// once.
+constexpr int kMmaM = kBlockM / (kWarps * 16);    // m16 tiles of a warp
+constexpr int kMmaN = kBlockN / 8;                // n8 tiles of S
+constexpr int kMmaK = (kHeadDim + 15) / 16;       // k16 steps of Q K^T
+constexpr int kMmaV = (kHeadDimV + 15) / 16 * 2;  // n8 tiles of O
+constexpr int kRows = 2 * kMmaM;  // rows of S and O that a thread shares with its quad
 
-// Steps of Q K^T in one piece of straight code. With two m16 tiles a warp, all of a wide head in one piece would let the
-// compiler load so many fragments ahead that it spills (NVRTC 13.0 and 13.5, head_dim 128); with one, pieces cost 3 %
-// (H200, head_dim 256). Q's fragments in registers need constant indices.
+// Steps of Q K^T in one piece of straight code. With two m16 tiles a warp, all of a wide head in
+// one piece would let the compiler load so many fragments ahead that it spills (NVRTC 13.0
+// and 13.5, head_dim 128); with one, pieces cost 3 % (H200, head_dim 256). Q's fragments in
+// registers need constant indices.
 constexpr int kQueryKeyUnroll = kQInRegisters || kMmaM == 1 || kMmaK < 8 ? kMmaK : 4;
 
 static_assert(kBlockM % (kWarps * 16) == 0, "each warp owns whole m16 tiles");

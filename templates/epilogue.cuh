@@ -16,7 +16,9 @@ __device__ __forceinline__ void store_lse(const Params& params, const Block& blo
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = warp_row + 8 * r + lane / 4;
-    if (kEvenM || row < rows) lse_gmem[row] = softmax.lse(r);
+    if (kEvenM || row < rows) {
+      store_global_4(lse_gmem + row, __builtin_bit_cast(uint32, softmax.lse(r)));
+    }
   }
 }
 
@@ -41,8 +43,9 @@ __device__ __forceinline__ void stage_output(const OnlineSoftmax& softmax, const
   }
 }
 
-/// Writes O and the LSE. O goes through shared memory (over Q, K and V), so that the stores to global memory are wide
-/// and in order. Everything about the CTA's place is computed again: see thread_index().
+/// Writes O and the LSE. O goes through shared memory (over Q, K and V), so that the stores to
+/// global memory are wide and in order. Everything about the CTA's place is computed again: see
+/// thread_index().
 __device__ __forceinline__ void store_result(const Params& params, OnlineSoftmax& softmax,
                                              const OutputTile& o, uint32 stage_smem) {
   const int thread = thread_index();

@@ -2,9 +2,9 @@
 //
 //   S = Q K^T;  P = softmax(S * scale);  O = P V
 //
-// Q is loaded once. K and V flow through shared memory tile by tile from right to left, so that the tiles which masks cut
-// come first. S, P and O live in registers; warps split the query rows and never exchange anything but barriers.
-// The algorithm is FlashAttention-2's (Dao, 2023).
+// Q is loaded once. K and V flow through shared memory tile by tile from right to left, so that the
+// tiles which masks cut come first. S, P and O live in registers; warps split the query rows and
+// never exchange anything but barriers. The algorithm is FlashAttention-2's (Dao, 2023).
 #include "block.cuh"
 #include "epilogue.cuh"
 #include "mask.cuh"
@@ -31,7 +31,8 @@ __device__ __forceinline__ void load_query(QueryFragment& q, uint32 lane_smem, i
   }
 }
 
-/// S += Q K^T for the warp's rows and one key tile. K is stored [key][column], which is what operand B wants.
+/// S += Q K^T for the warp's rows and one key tile. K is stored [key][column], which is what
+/// operand B wants.
 __device__ __forceinline__ void multiply_query_key(ScoreTile& s, uint32 q_lane_smem,
                                                    QueryFragment (&q_fragments)[kMmaK],
                                                    uint32 k_lane_smem) {
@@ -53,10 +54,10 @@ __device__ __forceinline__ void multiply_query_key(ScoreTile& s, uint32 q_lane_s
   }
 }
 
-/// O += P V, P exponentiated 16 keys at a time just before it is used. V is stored [key][column]: transposed on the way.
+/// O += P V, P exponentiated 16 keys at a time just before it is used. V is stored [key][column]:
+/// transposed on the way.
 __device__ __forceinline__ void multiply_probability_value(OutputTile& o, OnlineSoftmax& softmax,
-                                                           const ScoreTile& s,
-                                                           uint32 v_lane_smem) {
+                                                           const ScoreTile& s, uint32 v_lane_smem) {
 #pragma unroll
   for (int k = 0; k < kBlockN / 16; ++k) {
     uint32 p[kMmaM][4];
@@ -76,7 +77,7 @@ __device__ __forceinline__ void multiply_probability_value(OutputTile& o, Online
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-${name}(const __grid_constant__ Params params) {
+    KERNEL_NAME(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) unsigned char shared_smem[];
   const uint32 q_smem = shared_address(shared_smem);
   const int thread = thread_index();

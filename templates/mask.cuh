@@ -11,7 +11,8 @@ struct Mask {
   int row_end;    // this lane's first row sees the keys before this one    } this lane's
   int row_begin;  // and from this one on                                   } first column
 
-  /// `m_begin`: the CTA's first row. `first_row`, `first_column`: this lane's first row and column in S.
+  /// `m_begin`: the CTA's first row. `first_row`, `first_column`: this lane's first row and column
+  /// in S.
   __device__ __forceinline__ Mask(const Params& params, int m_begin, int first_row,
                                   int first_column) {
     const int shift = params.seqlen_k - params.seqlen_q;
@@ -27,12 +28,11 @@ struct Mask {
   /// Whether key tile n holds a key that some row must not see.
   __device__ __forceinline__ bool cuts(int n) const {
     if (kMask == MaskKind::full && kEvenN) return false;
-    return (n + 1) * kBlockN > cut_right ||
-           (kMask == MaskKind::window && n * kBlockN < cut_left);
+    return (n + 1) * kBlockN > cut_right || (kMask == MaskKind::window && n * kBlockN < cut_left);
   }
 
-  /// Sets the hidden scores of key tile n to -inf. Column numbers are compile-time constants here, compared with a
-  /// limit that carries the lane's own column.
+  /// Sets the hidden scores of key tile n to -inf. Column numbers are compile-time constants here,
+  /// compared with a limit that carries the lane's own column.
   __device__ __forceinline__ void apply(ScoreTile& s, int n) const {
 #pragma unroll
     for (int m = 0; m < kMmaM; ++m) {

@@ -29,8 +29,9 @@ struct Params {
   int group;         // query heads of a key head
   int head_batches;  // batch * heads
   int section;       // (batch, head) pairs that a section of the tile order holds, see block.cuh
-  int window_left;   // keys seen before and after the query's own position; unbounded: seqlen_q + seqlen_k
+  int window_left;   // keys seen before and after the query's own position; unbounded: seqlen_q +
+                     // seqlen_k
   int window_right;
-  float score_scale;   // softmax_scale * log2(e); with softcap 2 * log2(e) * softmax_scale / softcap
+  float score_scale;  // softmax_scale * log2(e); with softcap 2 * log2(e) * softmax_scale / softcap
   float softcap_log2;  // softcap * log2(e)
 };

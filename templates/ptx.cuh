@@ -1,5 +1,5 @@
-// One function per PTX instruction (or CUDA intrinsic), no logic. The host target replaces this partial.
-// Instructions: https://docs.nvidia.com/cuda/parallel-thread-execution/
+// One function per PTX instruction (or CUDA intrinsic), no logic. The host target replaces this
+// partial. Instructions: https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
 #include "config.cuh"
@@ -9,8 +9,8 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer_smem) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer_smem));
 }
 
-/// The thread's number in its CTA. Volatile, as block_index: what a kernel needs again after its main loop is read again
-/// instead of taking a register through the loop.
+/// The thread's number in its CTA. Volatile, as block_index: what a kernel needs again after its
+/// main loop is read again instead of taking a register through the loop.
 __device__ __forceinline__ int thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -24,7 +24,8 @@ __device__ __forceinline__ int block_index() {
   return index;
 }
 
-/// The value, kept by the compiler as the one register it is: not split into its terms, nor summed up anew with others.
+/// The value, kept by the compiler as the one register it is: not split into its terms, nor summed
+/// up anew with others.
 __device__ __forceinline__ uint32 opaque(uint32 value) {
   asm("" : "+r"(value));
   return value;
@@ -79,10 +80,12 @@ __device__ __forceinline__ uint32 pack_bf16(float low, float high) {
   return packed;
 }
 #else
-/// Two floats to packed fp16, `low` in the low half; round to nearest even. (cvt to f16x2 needs sm_80.)
+/// Two floats to packed fp16, `low` in the low half; round to nearest even. (cvt to f16x2 needs
+/// sm_80.)
 __device__ __forceinline__ uint32 pack_fp16(float low, float high) {
   uint32 packed;
-  asm("{\n .reg .b16 lo, hi;\n cvt.rn.f16.f32 lo, %1;\n cvt.rn.f16.f32 hi, %2;\n mov.b32 %0, {lo, hi};\n}"
+  asm("{\n .reg .b16 lo, hi;\n cvt.rn.f16.f32 lo, %1;\n cvt.rn.f16.f32 hi, %2;\n mov.b32 %0, {lo, "
+      "hi};\n}"
       : "=r"(packed)
       : "f"(low), "f"(high));
   return packed;
@@ -148,16 +151,16 @@ __device__ __forceinline__ void cp_async_16(uint32 address_smem, const void* sou
 /// 8 bytes to shared memory; bytes from `source_bytes` on are zero.
 __device__ __forceinline__ void cp_async_8(uint32 address_smem, const void* source_gmem,
                                            int source_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(address_smem),
-               "l"(source_gmem), "r"(source_bytes)
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(address_smem), "l"(source_gmem),
+               "r"(source_bytes)
                : "memory");
 }
 
 /// 4 bytes to shared memory; bytes from `source_bytes` on are zero.
 __device__ __forceinline__ void cp_async_4(uint32 address_smem, const void* source_gmem,
                                            int source_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address_smem),
-               "l"(source_gmem), "r"(source_bytes)
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address_smem), "l"(source_gmem),
+               "r"(source_bytes)
                : "memory");
 }
 
@@ -178,6 +181,13 @@ __device__ __forceinline__ void load_global_16(uint32 (&value)[4], const void* s
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
                : "l"(source_gmem));
+}
+
+/// 4 bytes from global memory, through the read-only path.
+__device__ __forceinline__ uint32 load_global_4(const void* source_gmem) {
+  uint32 value;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(value) : "l"(source_gmem));
+  return value;
 }
 
 /// One 16-bit element from global memory, through the read-only path.

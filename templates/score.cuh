@@ -1,4 +1,5 @@
-// Raw score q.k -> score in units of log2(e), for variants that cannot leave the scale to the exponential.
+// Raw score q.k -> score in units of log2(e), for variants that cannot leave the scale to the
+// exponential.
 #pragma once
 
 #include "params.cuh"
@@ -18,8 +19,9 @@ struct Score {
         diagonal(first_row + params.seqlen_k - params.seqlen_q - first_column) {
     if constexpr (kAlibi) {
       constexpr float kLog2E = 1.4426950408889634f;
-      slope_log2 = kLog2E * params.alibi_slopes[batch * params.alibi_batch_stride +
-                                                head * params.alibi_head_stride];
+      const float* slope_gmem =
+          params.alibi_slopes + batch * params.alibi_batch_stride + head * params.alibi_head_stride;
+      slope_log2 = kLog2E * __builtin_bit_cast(float, load_global_4(slope_gmem));
     }
   }
 
@@ -35,8 +37,7 @@ struct Score {
         for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int distance =
-                diagonal - n * kBlockN + 16 * m + 8 * (i / 2) - 8 * j - i % 2;
+            const int distance = diagonal - n * kBlockN + 16 * m + 8 * (i / 2) - 8 * j - i % 2;
             s[m][j][i] = score(s[m][j][i], distance);
           }
         }

@@ -1,16 +1,18 @@
 // Online softmax over key tiles (Milakov and Gimelshein, 2018), in powers of two.
 //
-// A thread shares its kRows rows with the three other lanes of its quad: row r of the thread is m16 tile r / 2, half r % 2.
-// The one rule for -inf: a row's reference starts at the lowest finite float, so that a hidden score, -inf, gives the
-// probability 0 and never -inf minus -inf. A row that sees no key ends with sum 0, output 0 and LSE -inf.
+// A thread shares its kRows rows with the three other lanes of its quad: row r of the thread is m16
+// tile r / 2, half r % 2. The one rule for -inf: a row's reference starts at the lowest finite
+// float, so that a hidden score, -inf, gives the probability 0 and never -inf minus -inf. A row
+// that sees no key ends with sum 0, output 0 and LSE -inf.
 #pragma once
 
 #include "sm80/mma.cuh"
 
 constexpr float kLowest = -3.4028234663852886e38f;
 
-// O is rescaled only when a maximum has grown by more than this many powers of two; until then the probabilities may
-// reach 2^8, which fp32 sums and 16-bit operands hold without loss (the threshold of FlashAttention-4).
+// O is rescaled only when a maximum has grown by more than this many powers of two; until then the
+// probabilities may reach 2^8, which fp32 sums and 16-bit operands hold without loss (the threshold
+// of FlashAttention-4).
 constexpr float kRescaleThreshold = 8.f;
 
 struct OnlineSoftmax {
@@ -26,7 +28,8 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Takes the maxima of a score tile in, and rescales O and the sums where a maximum has outgrown its reference.
+  /// Takes the maxima of a score tile in, and rescales O and the sums where a maximum has outgrown
+  /// its reference.
   __device__ __forceinline__ void update(const ScoreTile& s, OutputTile& o) {
     float tile_max[kRows];
     bool outgrown = false;
@@ -44,12 +47,13 @@ struct OnlineSoftmax {
     if (any_lane(outgrown)) rescale(tile_max, o);
   }
 
-  /// The probabilities of 16 keys, n8 tiles 2k and 2k + 1 of m16 tile m, as operand A; adds them to the sums.
+  /// The probabilities of 16 keys, n8 tiles 2k and 2k + 1 of m16 tile m, as operand A; adds them to
+  /// the sums.
   __device__ __forceinline__ void exponentiate(uint32 (&p)[4], const ScoreTile& s, int m, int k) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = 2 * m + i % 2;
-      const float(&pair)[4] = s[m][2 * k + i / 2];
+      const float (&pair)[4] = s[m][2 * k + i / 2];
       const float low = exp2_approx(fmaf(pair[i % 2 * 2], scale, -reference[r]));
       const float high = exp2_approx(fmaf(pair[i % 2 * 2 + 1], scale, -reference[r]));
       row_sum[r] += low + high;
@@ -69,8 +73,7 @@ struct OnlineSoftmax {
   /// Natural logarithm of the row's sum of exponentials; -inf for a row that saw no key.
   __device__ __forceinline__ float lse(int r) const {
     constexpr float kLn2 = 0.6931471805599453f;
-    return row_sum[r] == 0.f ? -kInfinity
-                             : (reference[r] + log2_approx(row_sum[r])) * kLn2;
+    return row_sum[r] == 0.f ? -kInfinity : (reference[r] + log2_approx(row_sum[r])) * kLn2;
   }
 
  private:

@@ -44,6 +44,11 @@ class ManagedVersioned(ctypes.Structure):
     )
 
 
+# What a capsule's consumer may still read, by the address of its structure, until it calls the deleter.
+_alive: dict[int, tuple[Any, ...]] = {}
+_delete = DELETER(lambda address: _alive.pop(address, None) and None)
+
+
 class Producer:
     """A DLPack producer over memory that `owner` keeps alive.
 
@@ -72,7 +77,6 @@ class Producer:
         self._tensor = Tensor(
             base, *device, len(shape), DataType(code, 16, 1), self._shape, pointer, byte_offset
         )
-        self._kept: list[Any] = []
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device
@@ -82,19 +86,19 @@ class Producer:
         if keywords and not self.versioned:
             raise TypeError(f"__dlpack__() got unexpected keyword arguments {sorted(keywords)}")
         self.streams.append(stream)
-        deleter = DELETER(lambda _: None)
         managed: Any
         if self.versioned and keywords.get("max_version") is not None:
             managed, name = (
-                ManagedVersioned(1, 0, None, deleter, 0, self._tensor),
+                ManagedVersioned(1, 0, None, _delete, 0, self._tensor),
                 b"dltensor_versioned",
             )
         else:
-            managed, name = Managed(self._tensor, None, deleter), b"dltensor"
-        self._kept += [managed, deleter, name]
+            managed, name = Managed(self._tensor, None, _delete), b"dltensor"
+        address = ctypes.addressof(managed)
+        _alive[address] = (managed, name, self)
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = (
             ctypes.py_object,
             [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
         )
-        return new(ctypes.addressof(managed), name, None)
+        return new(address, name, None)

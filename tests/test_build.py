@@ -24,8 +24,8 @@ from rtflash.spec import Spec
 pytest.importorskip("cupy", reason="NVRTC is called through CuPy")
 
 # The smallest kernels: a quarter of a second to compile.
-SMALL = Spec("fp16", 16, 16, 16, 16, 1, 1, isa=75)
-OTHER = Spec("fp16", 32, 32, 16, 16, 1, 1, isa=75)
+SMALL = Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75)
+OTHER = Spec("fp16", 32, 32, 32, 16, 2, 1, isa=75)
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +253,7 @@ def test_case_b35_sixteen_threads_compile_each_kernel_once(monkeypatch):
     assert len({id(kernel) for kernel in kernels}) == 2
     assert all(kernel.spec == (SMALL if n % 2 else OTHER) for n, kernel in enumerate(kernels))
     assert build.is_loaded(SMALL, gpu)
-    assert not build.is_loaded(Spec("fp16", 8, 8, 16, 16, 1, 1, isa=75), gpu)
+    assert not build.is_loaded(Spec("fp16", 8, 8, 32, 16, 2, 1, isa=75), gpu)
 
 
 def test_a_failed_compilation_leaves_no_lock(monkeypatch):
@@ -270,7 +270,7 @@ WORKER = """
 import hashlib, sys
 from rtflash import build
 from rtflash.spec import Spec
-spec = Spec("fp16", 16, 16, 16, 16, 1, 1, isa=75)
+spec = Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75)
 print("ready", flush=True)
 made = build.artifact(spec, "sm_80")
 print(hashlib.sha256(made.cubin).hexdigest(), build.compile_count, "jinja2" in sys.modules, flush=True)

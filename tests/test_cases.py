@@ -471,7 +471,11 @@ def test_case_b41_bfloat16_without_ml_dtypes(backend: Backend) -> None:
     device = "cuda" if backend.on_gpu else "cpu"
     code = f"""
 import sys
-sys.modules["ml_dtypes"] = None
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ml_dtypes":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
 import torch, rtflash
 x = torch.arange(5, dtype=torch.bfloat16, device="{device}")[None, :, None, None].expand(1, 5, 2, 64)
 out = rtflash.flash_attn_func(torch.zeros_like(x), x, x)

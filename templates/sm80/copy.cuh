@@ -1,8 +1,9 @@
 // Tiles in shared memory, and the copies between them and global memory.
 //
-// A tile of kTileRows x kColumns elements is stored as slabs of 64 columns (128 bytes a row; 32 columns where 64 do not
-// divide kColumns), slab after slab. Within a slab the 16-byte chunk c of row r lies at chunk c ^ (r % 8) (32 columns:
-// c ^ (r / 2 % 4)): eight rows of one chunk column then cover all 32 banks, for ldmatrix and for the copies.
+// A tile of kTileRows x kColumns elements is stored as slabs of 64 columns (128 bytes a row; 32
+// columns where 64 do not divide kColumns), slab after slab. Within a slab the 16-byte chunk c of
+// row r lies at chunk c ^ (r % 8) (32 columns: c ^ (r / 2 % 4)): eight rows of one chunk column
+// then cover all 32 banks, for ldmatrix and for the copies.
 #pragma once
 
 #include "ptx.cuh"
@@ -29,8 +30,8 @@ struct SharedTile {
     return slab * kSlabBytes + row * kPitch + swizzled(row, chunk) * kChunkBytes;
   }
 
-  /// A lane's address moved down by 16 `rows16` and right by 16 `columns16`. The swizzle is an exclusive or of the
-  /// address, so a compile-time column costs at most one instruction.
+  /// A lane's address moved down by 16 `rows16` and right by 16 `columns16`. The swizzle is an
+  /// exclusive or of the address, so a compile-time column costs at most one instruction.
   static __device__ __forceinline__ uint32 ldmatrix_address(uint32 lane_smem, int rows16,
                                                             int columns16) {
     const int chunk = 2 * columns16;
@@ -57,8 +58,8 @@ __device__ __forceinline__ void copy_chunk_elements(uint32 target_smem, const El
   store_shared_16(target_smem, value);
 }
 
-/// A chunk to shared memory, zero from `bytes` on; asynchronous where the hardware and the alignment allow.
-/// `kWhole`: all 16 bytes are there.
+/// A chunk to shared memory, zero from `bytes` on; asynchronous where the hardware and the
+/// alignment allow. `kWhole`: all 16 bytes are there.
 template <bool kWhole>
 __device__ __forceinline__ void copy_chunk_async(uint32 target_smem, const Element* source_gmem,
                                                  int bytes) {
@@ -94,9 +95,9 @@ __device__ __forceinline__ void copy_chunk_async(uint32 target_smem, const Eleme
   }
 }
 
-/// What one thread moves between a global matrix (rows `row_stride` elements apart, kDim columns) and a tile:
-/// in every slab the same chunk of the rows row, row + kRowStep, ... so that neighbouring threads touch neighbouring
-/// chunks.
+/// What one thread moves between a global matrix (rows `row_stride` elements apart, kDim columns)
+/// and a tile: in every slab the same chunk of the rows row, row + kRowStep, ... so that
+/// neighbouring threads touch neighbouring chunks.
 template <class Tile, int kTileRows, int kDim>
 struct ThreadCopy {
   static constexpr int kRowStep = kThreads / Tile::kSlabChunks;
@@ -130,8 +131,8 @@ struct ThreadCopy {
     return matrix_gmem + row * row_stride + chunk * kChunkElements;
   }
 
-  /// Starts copying the tile whose first chunk for this thread is `source_gmem`. Columns from kDim up to the next
-  /// multiple of 16 become zero, and so do rows from `rows` on where kCheckRows.
+  /// Starts copying the tile whose first chunk for this thread is `source_gmem`. Columns from kDim
+  /// up to the next multiple of 16 become zero, and so do rows from `rows` on where kCheckRows.
   template <bool kCheckRows>
   __device__ __forceinline__ void load_async(uint32 tile_smem, const Element* source_gmem,
                                              int64 row_stride, int rows) const {
@@ -147,7 +148,8 @@ struct ThreadCopy {
         const bool whole = (slab + 1) * Tile::kSlabColumns <= kDim;
         if (whole && !kCheckRows) {
           copy_chunk_async<true>(target, source, kChunkBytes);
-        } else if (whole || slab * Tile::kSlabColumns + chunk * kChunkElements < (kDim + 15) / 16 * 16) {
+        } else if (whole ||
+                   slab * Tile::kSlabColumns + chunk * kChunkElements < (kDim + 15) / 16 * 16) {
           copy_chunk_async<false>(target, source, row_valid ? valid_bytes(slab) : 0);
         }
       }
@@ -156,7 +158,8 @@ struct ThreadCopy {
   }
 };
 
-/// A chunk from registers to global memory, its first `bytes` bytes, in stores as wide as o's rows allow.
+/// A chunk from registers to global memory, its first `bytes` bytes, in stores as wide as o's rows
+/// allow.
 __device__ __forceinline__ void store_chunk(Element* target_gmem, const uint32 (&value)[4],
                                             int bytes) {
   if constexpr (kStoreBytes == 16) {

@@ -2,9 +2,10 @@
 //
 // Lane l of a warp, g = l / 4, t = l % 4, holds
 //   accumulator (16x8): [0], [1] = row g, columns 2t, 2t+1; [2], [3] = row g + 8, the same columns
-//   operand A (16x16), 4 registers of 2 elements: rows g, g+8, g, g+8; columns 2t.. (first two), 2t+8.. (last two)
-//   operand B (16x8), 2 registers of 2 elements: rows 2t.. and 2t+8.., column g
-// so that two neighbouring accumulator tiles, packed, are an operand A as they stand: P never leaves the registers.
+//   operand A (16x16), 4 registers of 2 elements: rows g, g+8, g, g+8; columns 2t.. (first two),
+//   2t+8.. (last two) operand B (16x8), 2 registers of 2 elements: rows 2t.. and 2t+8.., column g
+// so that two neighbouring accumulator tiles, packed, are an operand A as they stand: P never
+// leaves the registers.
 #pragma once
 
 #include "ptx.cuh"

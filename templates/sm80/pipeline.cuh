@@ -1,7 +1,8 @@
 // The flow of K and V tiles through shared memory, from the last key tile to the first.
 //
-// kStages 1: one buffer each. V[n] travels while S = Q K[n] is computed, K[n-1] while O += P V[n] is: two barriers a tile.
-// kStages 2: two buffers each. K[n-1] and V[n-1] travel during the whole of tile n: one barrier a tile.
+// kStages 1: one buffer each. V[n] travels while S = Q K[n] is computed, K[n-1] while O += P V[n]
+// is: two barriers a tile. kStages 2: two buffers each. K[n-1] and V[n-1] travel during the whole
+// of tile n: one barrier a tile.
 #pragma once
 
 #include "block.cuh"
@@ -68,8 +69,8 @@ struct KeyValuePipeline {
     return kStages == 2 ? all_stages_sum - stage_smem : stage_smem;
   }
 
-  /// Only the first tile that is loaded, the last of the keys, can be ragged. Its missing rows of V become zero: P is
-  /// zero there, but zero times a stray NaN is NaN.
+  /// Only the first tile that is loaded, the last of the keys, can be ragged. Its missing rows of V
+  /// become zero: P is zero there, but zero times a stray NaN is NaN.
   template <bool kCheckRows>
   __device__ __forceinline__ void load_k(uint32 stage, int rows) {
     k_copy.load_async<kCheckRows>(stage, k_gmem, params.k_strides.row, rows);
@@ -92,8 +93,9 @@ struct KeyValuePipeline {
 
   /// Before S of tile n: K[n] is there.
   __device__ __forceinline__ void wait_k(int n) {
-    // The thread's own copies are done; the barrier makes everyone's visible, and also closes the hazard that a slow
-    // warp still reads the V (kStages 2: K and V) of tile n + 1, whose buffer is filled next.
+    // The thread's own copies are done; the barrier makes everyone's visible, and also closes the
+    // hazard that a slow warp still reads the V (kStages 2: K and V) of tile n + 1, whose buffer is
+    // filled next.
     wait_copies<0>();
     barrier_cta();
     if constexpr (kStages == 1) {
@@ -109,7 +111,8 @@ struct KeyValuePipeline {
   /// Before O += P V of tile n: V[n] is there.
   __device__ __forceinline__ void wait_v(int n) {
     if constexpr (kStages == 1) {
-      // As above; here the hazard is a slow warp that still reads K[n], whose buffer K[n - 1] takes.
+      // As above; here the hazard is a slow warp that still reads K[n], whose buffer K[n - 1]
+      // takes.
       wait_copies<0>();
       barrier_cta();
       if (n > n_begin) {
@@ -123,7 +126,5 @@ struct KeyValuePipeline {
   }
 
   /// After tile n.
-  __device__ __forceinline__ void advance() {
-    stage_smem = next_stage();
-  }
+  __device__ __forceinline__ void advance() { stage_smem = next_stage(); }
 };
