@@ -138,7 +138,7 @@ class Spec:
         return next(a for a in ALIGNMENTS if self.head_dim_v * ELEMENT_BYTES % a == 0)
 
     def variables(self) -> dict[str, str]:
-        """What config.cuh and the kernel's name line may use as ${...}: every field as C++ text, and derived sizes."""
+        """What config.cuh may use as ${...}: every field as C++ text, and derived sizes."""
 
         def text(value: object) -> str:
             return str(value).lower() if isinstance(value, bool) else str(value)

@@ -9,8 +9,9 @@ using uint64 = unsigned long long;
 // fp16 and bf16 values travel as raw bits; ptx.cuh converts them.
 using Element = uint16;
 
-#define KERNEL_NAME \
-  $ { name }
+// clang-format off
+#define KERNEL_NAME ${name}
+// clang-format on
 
 enum class DType { fp16, bf16 };
 enum class MaskKind { full, causal, window };
