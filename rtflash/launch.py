@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import struct
 import threading
@@ -88,9 +89,13 @@ def refuse_capture(stream: int, name: str) -> None:
 
 
 class _Arguments(threading.local):
-    """This thread's Params, and the array of argument pointers that the driver reads before a launch returns."""
+    """This thread's Params, the argument pointers that the driver reads before a launch returns, and the driver."""
 
     def __init__(self) -> None:
+        from cupy_backends.cuda.api import driver, runtime
+
+        self.launch_kernel = driver.launchKernel
+        self.get_device, self.set_device = runtime.getDevice, runtime.setDevice
         self.params = (ctypes.c_uint64 * (-(-PARAMS_BYTES // 8)))()
         self.scalars = memoryview(self.params).cast("B")[POINTERS.size : PARAMS_BYTES]
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
@@ -98,7 +103,9 @@ class _Arguments(threading.local):
         self.devices: set[int] = set()  # devices whose context this thread has made current once
 
 
-_arguments = _Arguments()
+@functools.cache
+def _arguments() -> _Arguments:
+    return _Arguments()
 
 
 def launch(
@@ -113,26 +120,24 @@ def launch(
     stream : raw CUstream of `device`.
     device : CUDA index; the current device is the same afterwards.
     """
-    from cupy_backends.cuda.api import driver, runtime
-
-    arguments = _arguments
+    arguments = _arguments()
     POINTERS.pack_into(arguments.params, 0, *pointers)
     arguments.scalars[:] = packed
-    previous = runtime.getDevice()
+    previous = arguments.get_device()
     if previous != device or device not in arguments.devices:
         # A thread's first CUDA call must make the device's context current; cuLaunchKernel does not.
-        runtime.setDevice(device)
+        arguments.set_device(device)
         arguments.devices.add(device)
     try:
-        driver.launchKernel(
+        arguments.launch_kernel(
             kernel.function,
             grid.blocks, 1, 1,
-            kernel.spec.threads, 1, 1,
-            kernel.spec.shared_bytes,
+            grid.threads, 1, 1,
+            grid.shared_bytes,
             stream,
             arguments.address,
             0,
         )  # fmt: skip
     finally:
         if previous != device:
-            runtime.setDevice(previous)
+            arguments.set_device(previous)

@@ -24,23 +24,23 @@ class Tile(NamedTuple):
     stages: int
     q_in_regs: bool = False
     blocks_per_sm: int = 1
-    prescale_block_n: int = (
-        0  # block_n of prescaled variants, where those need more registers; 0 = block_n
-    )
+    narrow_block_n: int = 0  # block_n of variants that need more registers; 0 = block_n
 
-    def fields(self, prescale: bool) -> dict[str, Any]:
-        """The fields of a Spec."""
+    def fields(self, narrow: bool) -> dict[str, Any]:
+        """The fields of a Spec; `narrow` if scores are prescaled or a window masks them."""
         values = self._asdict()
-        del values["max_head_dim"], values["prescale_block_n"]
-        if prescale and self.prescale_block_n:
-            values["block_n"] = self.prescale_block_n
+        del values["max_head_dim"], values["narrow_block_n"]
+        if narrow and self.narrow_block_n:
+            values["block_n"] = self.narrow_block_n
         return values
 
 
 class Grid(NamedTuple):
-    """CTAs of a launch, and the (batch, head) pairs of a section of its tile order (block.cuh)."""
+    """A launch: CTAs, threads and dynamic shared bytes of each; (batch, head) pairs of a section (block.cuh)."""
 
     blocks: int
+    threads: int
+    shared_bytes: int
     section: int
 
 
@@ -52,18 +52,19 @@ TILES: dict[int, tuple[Tile, ...]] = {
         Tile(32, 128, 64, 4, 2, blocks_per_sm=3),
         Tile(64, 128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2),
         Tile(96, 128, 64, 4, 2, blocks_per_sm=2),
-        Tile(128, 128, 64, 4, 2, blocks_per_sm=2, prescale_block_n=48),
-        Tile(160, 64, 64, 4, 2, blocks_per_sm=2),
-        Tile(192, 64, 96, 4, 1, blocks_per_sm=2),
-        Tile(256, 64, 64, 4, 1, blocks_per_sm=2),
+        Tile(128, 128, 64, 4, 2, blocks_per_sm=2, narrow_block_n=48),
+        Tile(160, 64, 64, 4, 2, q_in_regs=True, blocks_per_sm=2),
+        Tile(192, 64, 64, 4, 1, q_in_regs=True, blocks_per_sm=2),
+        Tile(224, 64, 64, 4, 1, blocks_per_sm=2),
+        Tile(256, 128, 128, 8, 1, narrow_block_n=96),
     ),
     163 * KIB: (
         Tile(32, 128, 64, 4, 2, blocks_per_sm=3),
         Tile(64, 128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2),
         Tile(96, 128, 64, 4, 2, blocks_per_sm=2),
-        Tile(128, 128, 64, 4, 1, blocks_per_sm=2, prescale_block_n=48),
-        Tile(160, 64, 64, 4, 1, blocks_per_sm=2),
-        Tile(192, 64, 64, 4, 1, blocks_per_sm=2),
+        Tile(128, 128, 64, 4, 1, blocks_per_sm=2, narrow_block_n=48),
+        Tile(160, 64, 64, 4, 1, q_in_regs=True, blocks_per_sm=2),
+        Tile(192, 64, 64, 4, 1, q_in_regs=True, blocks_per_sm=2),
         Tile(256, 128, 64, 8, 1),
     ),
     99 * KIB: (
@@ -117,7 +118,7 @@ def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
         )
     chosen = tile(max(problem.head_dim, problem.head_dim_v), device)
     prescale = problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0
-    fields = chosen.fields(prescale)
+    fields = chosen.fields(prescale or problem.mask == "window")
     spec = Spec(
         dtype=problem.dtype,
         head_dim=problem.head_dim,
@@ -138,7 +139,7 @@ def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
             f"batch {problem.batch} x heads {problem.heads} x seqlen_q {problem.seqlen_q} makes {blocks} CTAs;"
             f" CUDA launches at most {MAX_BLOCKS}"
         )
-    return spec, Grid(blocks, section(problem, device))
+    return spec, Grid(blocks, spec.threads, spec.shared_bytes, section(problem, device))
 
 
 def section(problem: Problem, device: Device) -> int:

@@ -72,9 +72,12 @@ __device__ __forceinline__ void store_result(const Params& params, OnlineSoftmax
     if (!kEvenM && row >= rows) break;
 #pragma unroll
     for (int slab = 0; slab < OutputStage::kSlabs; ++slab) {
+      const bool whole = (slab + 1) * OutputStage::kSlabColumns <= kHeadDimV;
+      const int bytes = copy.valid_bytes(slab);
+      if (!whole && bytes == 0) continue;  // nothing is staged there
       uint32 value[4];
       load_shared_16(value, stage_smem + copy.tile_offset(slab, pass));
-      store_chunk(o_gmem + slab * OutputStage::kSlabColumns, value, copy.valid_bytes(slab));
+      store_chunk(o_gmem + slab * OutputStage::kSlabColumns, value, bytes);
     }
     o_gmem += copy.kRowStep * strides.row;
   }

@@ -281,7 +281,11 @@ def start_worker(folder: Path) -> subprocess.Popen[str]:
     root = str(Path(rtflash.__file__).resolve().parents[1])
     return subprocess.Popen(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", WORKER],
-        env={**os.environ, "PYTHONPATH": root, "RTFLASH_CACHE_DIR": str(folder)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+            "RTFLASH_CACHE_DIR": str(folder),
+        },
         stdout=subprocess.PIPE,
         text=True,
     )

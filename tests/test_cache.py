@@ -289,7 +289,7 @@ def start_worker(place: Path, calls: Path, seconds: float) -> subprocess.Popen[s
     root = str(Path(rtflash.__file__).resolve().parents[1])
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", code],
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
         stdout=subprocess.PIPE,
         text=True,
     )

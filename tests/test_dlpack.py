@@ -19,6 +19,9 @@ FP16, BF16, FP32 = (2, 16, 1), (4, 16, 1), (2, 32, 1)
 VERSIONS = pytest.mark.parametrize("versioned", [False, True], ids=["unversioned", "versioned"])
 
 
+lent: list[Handmade] = []  # never freed: a consumer may call a deleter at any later time
+
+
 class Handmade:
     """A DLPack producer written byte by byte, apart from rtflash's structures; `deleted` counts deleter calls.
 
@@ -68,6 +71,7 @@ class Handmade:
         if not self.versioned and keywords.keys() - {"stream"}:
             raise TypeError(f"unexpected keyword arguments {sorted(keywords)}")
         self.keywords = keywords
+        lent.append(self)
         name = DLTENSOR_VERSIONED if self.versioned else DLTENSOR
         return new_capsule(ctypes.addressof(self.block), name, None)
 

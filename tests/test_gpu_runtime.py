@@ -156,8 +156,8 @@ def test_tensors_on_another_device(torch: Any) -> None:
 
     q, k, v = normal(torch, 2, 129, 4, 64)
     wanted = rtflash.flash_attn_func(q, k, v, causal=True).cpu()
-    moved = [x.to("cuda:1") for x in (q, k, v)]
-    out = rtflash.flash_attn_func(*moved, causal=True)
+    moved = tuple(x.to("cuda:1") for x in (q, k, v))
+    out = rtflash.flash_attn_func(moved[0], moved[1], moved[2], causal=True)
     assert out.device == torch.device("cuda:1")
     assert torch.cuda.current_device() == 0
     assert cupy.cuda.runtime.getDevice() == 0

@@ -125,7 +125,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
         assert "rtflash = rtflash.__main__:main" in archive.read(scripts).decode()
     templates = {
         f"rtflash/templates/{path.relative_to(ROOT / 'templates').as_posix()}"
-        for path in (ROOT / "templates").rglob("*.cu*")
+        for path in (ROOT / "templates").rglob("*")
+        if path.is_file()
     }
     modules = {f"rtflash/{path.name}" for path in (ROOT / "rtflash").glob("*.py")}
     tools = {f"rtflash/tools/{path.name}" for path in (ROOT / "tools").glob("*.py")}

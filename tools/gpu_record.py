@@ -150,7 +150,13 @@ def digests() -> dict[str, str]:
     """SHA-256 of the code of the kernels and of the package's other modules."""
     modules = sorted((ROOT / "rtflash").glob("*.py"))
     kernels = [path for path in modules if path.name in KERNEL_MODULES]
-    templates = [path for path in (ROOT / "templates").rglob("*") if path.suffix in (".cu", ".cuh")]
+    folder = ROOT / "templates"
+    # templates/host compiles the kernels for the CPU; a GPU never sees it.
+    templates = [
+        path
+        for path in folder.rglob("*")
+        if path.suffix in (".cu", ".cuh") and path.relative_to(folder).parts[0] != "host"
+    ]
     return {
         "kernels": digest([*sorted(templates), *kernels]),
         "python": digest(path for path in modules if path not in kernels),

@@ -70,7 +70,10 @@ def main(tools: list[str]) -> int:
     if sanitizer is None:
         print("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
         return 2
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
     sweep = [sys.executable, str(Path(__file__).resolve()), "--sweep"]
     # Compile outside the tools, which slow the host down.
     if subprocess.run(sweep, env=environment, check=False).returncode != 0:
