@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from . import build, cpu, device, launch, problem, select, tensor
+from . import build, cpu, device, launch, problem, select, settings, tensor
 from .tensor import Framework, View
 
 MAX_PLANS = 4096  # a plan is about 2 KB; a program that meets more geometries starts over
@@ -139,6 +139,8 @@ def warmup(
 ) -> list[str]:
     """Compile and load, ahead of the first call, the four variants that lengths choose among.
 
+    A softmax_scale that is not positive is another variant, which is compiled at its first call.
+
     Parameters
     ----------
     head_dim, head_dim_v : of q and k, and of v; head_dim_v None = head_dim.
@@ -149,23 +151,33 @@ def warmup(
     Returns
     -------
     names : of the variants.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A dtype or head_dim that the kernels do not take.
     """
     from concurrent.futures import ThreadPoolExecutor
 
     bound = 1 if window else -1
-    value_dim = head_dim if head_dim_v is None else head_dim_v
-    align = problem.alignment(
-        *(View(0, (2, 2), (dim, 1), dtype, device_index) for dim in (head_dim, value_dim))
+    q, v = (
+        View(0, (1, 2, 2, dim), (4 * dim, 2 * dim, dim, 1), dtype, device_index)
+        for dim in (head_dim, head_dim if head_dim_v is None else head_dim_v)
     )
-    call = problem.Problem(
-        1, 1, 1, 1, 1, head_dim, value_dim, dtype, 1.0, bound, 0 if causal else bound, float(softcap), alibi, align
-    )  # fmt: skip
+    call = problem.dense(
+        q,
+        q,
+        v,
+        causal=causal,
+        window_size=(bound, bound),
+        softcap=float(softcap),
+        alibi_slopes=View(0, (2,), (1,), "fp32", device_index) if alibi else None,
+    )
     gpu = device.get(device_index)
-    spec, _ = select.forward(call, gpu)
+    specs = select.variants(select.forward(call, gpu)[0])
     with ThreadPoolExecutor() as pool:
         return [
-            kernel.spec.name
-            for kernel in pool.map(lambda s: build.kernel(s, gpu), select.variants(spec))
+            kernel.spec.name for kernel in pool.map(lambda spec: build.kernel(spec, gpu), specs)
         ]
 
 
@@ -215,46 +227,12 @@ def _attend(
     views = list(map(_view, (library,) * len(inputs), inputs, names))
     slopes = None if alibi_slopes is None else _view(library, alibi_slopes, "alibi_slopes")
     q, k, v = unpack(*views)
-    if q.device < 0:
+    if q.device >= 0:
+        out, lse = _on_device(library, views, unpack, slopes, options, return_attn_probs, inputs)
+    else:
         call = _check(q, k, v, slopes, options)
-        return _on_host(library, call, inputs, unpack, alibi_slopes, return_attn_probs)
-
-    # Of the addresses, only the alignment is part of the plan.
-    geometry = q[1:], k[1:], v[1:], slopes and slopes[1:], (q.ptr | k.ptr | v.ptr) % 16
-    key = (geometry, options)
-    try:
-        plan, keep = _plans.get(key), True
-    except TypeError:
-        # An option without a hash: a list, or something that the checks refuse.
-        plan, keep = None, False
-    if plan is None:
-        if any(view is not None and tensor.needs_copy(view) for view in (*views, slopes)):
-            copies = tuple(_packed(library, x, view) for x, view in zip(inputs, views, strict=True))
-            slopes_copy = _packed(library, alibi_slopes, slopes)
-            return _attend(copies, names, unpack, slopes_copy, options, return_attn_probs)
-        plan = _plan(library, q, k, v, slopes, options)
-        if keep:
-            if len(_plans) >= MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-
-    out = library.empty(plan.out_shape, plan.dtype, plan.device)
-    lse = library.empty(plan.lse_shape, "fp32", plan.device) if return_attn_probs else None
-    if plan.kernel is not None:
-        stream = library.stream(plan.device)
-        pointers = (
-            q.ptr,
-            k.ptr,
-            v.ptr,
-            library.pointer(out),
-            0 if lse is None else library.pointer(lse),
-            0 if slopes is None else slopes.ptr,
-        )
-        launch.launch(plan.kernel, plan.grid, pointers, plan.scalars, stream, plan.device)
-        library.hold(stream, plan.device, views if slopes is None else [*views, slopes])
-    if return_attn_probs:
-        return library.result(out), library.result(lse), None
-    return library.result(out)
+        out, lse = _on_host(library, call, inputs, unpack, alibi_slopes)
+    return (out, lse, None) if return_attn_probs else out
 
 
 def _view(library: Framework, x: Any, name: str) -> View:
@@ -270,9 +248,55 @@ def _view(library: Framework, x: Any, name: str) -> View:
     return library.view(x, name)
 
 
-def _packed(library: Framework, x: Any, view: View | None) -> Any:
-    """x, or a copy if the kernels cannot read it in place."""
-    return library.contiguous(x) if view is not None and tensor.needs_copy(view) else x
+def _on_device(
+    library: Framework,
+    views: list[View],
+    unpack: Callable[..., tuple[View, View, View]],
+    slopes: View | None,
+    options: tuple[Any, ...],
+    want_lse: bool,
+    inputs: tuple[Any, ...],
+) -> tuple[Any, Any]:
+    """(out, lse) of a call on a GPU: look the plan up, allocate, launch."""
+    q, k, v = unpack(*views)
+    # Of the addresses, only the alignment is part of the plan.
+    alibi = slopes and (slopes[1:], slopes.ptr % 4)
+    key = (q[1:], k[1:], v[1:], (q.ptr | k.ptr | v.ptr) % 16, alibi, options)
+    try:
+        plan, keep = _plans.get(key), True
+    except TypeError:
+        # An option without a hash: a list, or something that the checks refuse.
+        plan, keep = None, False
+    if plan is None:
+        call = _check(q, k, v, slopes, options)
+        if any(map(tensor.needs_copy, views)):
+            copies = tuple(
+                library.contiguous(x) if tensor.needs_copy(view) else x
+                for x, view in zip(inputs, views, strict=True)
+            )
+            views = list(map(library.view, copies))
+            return _on_device(library, views, unpack, slopes, options, want_lse, copies)
+        plan = _plan(library, call, q, k, v, slopes)
+        if keep:
+            if len(_plans) >= MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+
+    out = library.empty(plan.out_shape, plan.dtype, plan.device)
+    lse = library.empty(plan.lse_shape, "fp32", plan.device) if want_lse else None
+    if plan.kernel is not None:
+        stream = library.stream(plan.device)
+        pointers = (
+            q.ptr,
+            k.ptr,
+            v.ptr,
+            library.pointer(out),
+            0 if lse is None else library.pointer(lse),
+            0 if slopes is None else slopes.ptr,
+        )
+        launch.launch(plan.kernel, plan.grid, pointers, plan.scalars, stream, plan.device)
+        library.hold(stream, plan.device, views if slopes is None else [*views, slopes])
+    return library.result(out), lse if lse is None else library.result(lse)
 
 
 def _check(
@@ -293,33 +317,20 @@ def _check(
 
 
 def _plan(
-    library: Framework, q: View, k: View, v: View, slopes: View | None, options: tuple[Any, ...]
+    library: Framework, call: problem.Problem, q: View, k: View, v: View, slopes: View | None
 ) -> Plan:
-    """Check a call on a GPU, choose its variant, and compile and load it."""
-    call = _check(q, k, v, slopes, options)
+    """Choose the variant of a checked call on a GPU, and compile and load it."""
     gpu = device.get(q.device)
     spec, grid = select.forward(call, gpu)
     out_shape = (call.batch, call.seqlen_q, call.heads, call.head_dim_v)
-    head_stride, row_stride = call.head_dim_v, call.heads * call.head_dim_v
-    out_strides = (call.seqlen_q * row_stride, row_stride, head_stride)
-    alibi_strides = (0, *slopes.strides)[-2:] if slopes is not None else (0, 0)
-    kernel = None
-    if grid.blocks > 0:
-        if not build.is_loaded(spec, gpu):
-            launch.refuse_capture(library.stream(q.device), spec.name)
-        kernel = build.kernel(spec, gpu)
-    scalars = launch.scalars(
-        call, grid, (q.strides, k.strides, v.strides, out_strides), alibi_strides
-    )
-    return Plan(
-        kernel,
-        grid,
-        scalars,
-        out_shape,
-        (call.batch, call.heads, call.seqlen_q),
-        call.dtype,
-        q.device,
-    )
+    lse_shape = (call.batch, call.heads, call.seqlen_q)
+    if grid.blocks == 0:
+        return Plan(None, grid, b"", out_shape, lse_shape, call.dtype, q.device)
+    if not build.is_loaded(spec, gpu):
+        launch.refuse_capture(library.stream(q.device), spec.name)
+    kernel = build.kernel(spec, gpu)
+    scalars = launch.scalars(call, grid, q, k, v, slopes)
+    return Plan(kernel, grid, scalars, out_shape, lse_shape, call.dtype, q.device)
 
 
 def _on_host(
@@ -328,12 +339,14 @@ def _on_host(
     inputs: tuple[Any, ...],
     unpack: Callable[..., tuple[Any, Any, Any]],
     alibi_slopes: Any,
-    return_attn_probs: bool,
-) -> Any:
-    """A checked call on host arrays, by NumPy."""
+) -> tuple[Any, Any]:
+    """(out, lse) of a checked call on host arrays, by NumPy or, if RTFLASH_BACKEND says so, by the emulated kernel."""
     q, k, v = unpack(*map(library.host, inputs))
-    out, lse = cpu.forward(
-        call, q, k, v, None if alibi_slopes is None else library.host(alibi_slopes)
-    )
-    result = library.from_host(out, call.dtype)
-    return (result, library.from_host(lse, "fp32"), None) if return_attn_probs else result
+    slopes = None if alibi_slopes is None else library.host(alibi_slopes)
+    if settings.backend() == "emulate":
+        from . import emulate
+
+        out, lse = emulate.forward(call, q, k, v, slopes)
+    else:
+        out, lse = cpu.forward(call, q, k, v, slopes)
+    return library.from_host(out, call.dtype), library.from_host(lse, "fp32")

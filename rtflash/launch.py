@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from .problem import Problem
+from .tensor import View
 
 if TYPE_CHECKING:
     from .build import Kernel
@@ -41,18 +42,12 @@ LOG2_E = math.log2(math.e)
 
 
 def scalars(
-    problem: Problem,
-    grid: Grid,
-    strides: tuple[tuple[int, ...], ...],
-    alibi_strides: tuple[int, ...],
+    problem: Problem, grid: Grid, q: View, k: View, v: View, alibi_slopes: View | None
 ) -> bytes:
-    """Everything of Params but the pointers.
-
-    Parameters
-    ----------
-    strides : of q, k, v, o, each (batch, seqlen, head, ...) in elements.
-    alibi_strides : (batch, head) in elements.
-    """
+    """Everything of Params but the pointers; the output is row-major."""
+    out_row = problem.heads * problem.head_dim_v
+    out_strides = (problem.seqlen_q * out_row, out_row, problem.head_dim_v)
+    slope_strides = (0, 0) if alibi_slopes is None else (0, *used_strides(alibi_slopes))[-2:]
     unbounded = problem.seqlen_q + problem.seqlen_k
     left, right = (
         unbounded if bound < 0 else min(bound, unbounded)
@@ -62,8 +57,9 @@ def scalars(
     if problem.softcap:
         scale *= 2.0 / problem.softcap
     return SCALARS.pack(
-        *(stride for tensor in strides for stride in tensor[:3]),
-        *alibi_strides,
+        *(stride for view in (q, k, v) for stride in used_strides(view)[:3]),
+        *out_strides,
+        *slope_strides,
         problem.seqlen_q,
         problem.seqlen_k,
         problem.heads,
@@ -86,6 +82,13 @@ def refuse_capture(stream: int, name: str) -> None:
             f"{name} is not compiled and loaded yet, which cannot be done while a CUDA graph is captured;"
             " make one call with these options before the capture (or use rtflash.warmup)"
         )
+
+
+def used_strides(view: View) -> tuple[int, ...]:
+    """A View's strides, 0 for an axis of one element: what stands there means nothing, and may be misaligned."""
+    return tuple(
+        stride if size > 1 else 0 for size, stride in zip(view.shape, view.strides, strict=True)
+    )
 
 
 class _Arguments(threading.local):

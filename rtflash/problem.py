@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 from .spec import ALIGNMENTS, DTYPES, ELEMENT_BYTES, MAX_HEAD_DIM
 from .tensor import View
 
@@ -140,11 +142,10 @@ def real(name: str, value: object) -> float:
 
 
 def truth(name: str, value: Any) -> bool:
-    """`value` as a bool; a TypeError names it if it has none."""
-    try:
+    """`value` as a bool; a TypeError names it. Arrays are refused, since reading one may block the host."""
+    if isinstance(value, (Integral, np.bool_)):
         return bool(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} is {value!r}; it must be True or False") from None
+    raise TypeError(f"{name} is a {type(value).__name__}; it must be True or False")
 
 
 def window(name: str, value: Any, causal: bool) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 Each template is rendered on its own and quoted includes are joined afterwards, once each, so an
 include inside a false `//% if` is not joined. A process reads the templates once: an edit is seen
 by the next process, and a cache key made from `digest()` belongs to what `source()` renders.
+
+For the target "host", a C++ compiler, `host/x.cuh` takes the place of `x.cuh` where there is one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from .spec import Spec
 if TYPE_CHECKING:
     import jinja2
 
-SUFFIXES = (".cu", ".cuh")
+SUFFIXES = (".cu", ".cuh", ".cpp")
+TARGETS = ("cuda", "host")
 INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]+)"')
 PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
 LINE_STATEMENT = "//%"
@@ -61,28 +64,33 @@ def templates(folder: Path | None = None) -> Mapping[str, str]:
 
 
 @functools.cache
-def digest(folder: Path | None = None) -> str:
-    """SHA-256 of all template files; with a Spec's variables it stands for the rendered source."""
-    return hashlib.sha256(repr(sorted(templates(folder).items())).encode()).hexdigest()
+def digest(folder: Path | None = None, target: str = "cuda") -> str:
+    """SHA-256 of a target's files; with a Spec's variables it stands for the rendered source."""
+    others = tuple(f"{other}/" for other in TARGETS if other != target)
+    files = [item for item in templates(folder).items() if not item[0].startswith(others)]
+    return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
 
 
-def source(spec: Spec, folder: Path | None = None) -> str:
-    """The whole CUDA source of a variant, without includes.
+def source(spec: Spec, folder: Path | None = None, target: str = "cuda") -> str:
+    """The whole source of a variant, without quoted includes.
 
     Parameters
     ----------
     spec : the variant.
     folder : templates folder; None = the installed one.
+    target : "cuda", or "host" for a C++ compiler.
 
     Raises
     ------
     TemplateError
         A variable is undefined, Jinja's syntax is wrong, or an include is missing.
     """
-    return join(spec.kernel_file, templates(folder), spec.variables())
+    return join(spec.kernel_file, templates(folder), spec.variables(), target)
 
 
-def join(name: str, texts: Mapping[str, str], variables: Mapping[str, object]) -> str:
+def join(
+    name: str, texts: Mapping[str, str], variables: Mapping[str, object], target: str = "cuda"
+) -> str:
     """Render template `name` and everything that it includes into one source.
 
     Parameters
@@ -91,6 +99,7 @@ def join(name: str, texts: Mapping[str, str], variables: Mapping[str, object]) -
     texts : template texts by name.
     variables : what ${...} and `//% if` may use. "true", "false" and whole numbers become bool and
         int, so that `//% if softcap` means what it says; booleans are written as C++ spells them.
+    target : one of TARGETS: templates in a folder of this name take the place of their namesakes.
     """
     environment = make_environment(texts)
     values = {key: jinja_value(value) for key, value in variables.items()}
@@ -106,9 +115,9 @@ def join(name: str, texts: Mapping[str, str], variables: Mapping[str, object]) -
         for text, origin, number in rendered_lines(environment, file, values, texts[file]):
             include = None if continued else INCLUDE.match(text)
             if include:
-                target = resolve(include[1], origin, number, texts)
-                if target not in joined:
-                    add(target)
+                included = resolve(include[1], origin, number, texts, target)
+                if included not in joined:
+                    add(included)
                 continue
             # Inside a continued macro a directive would become part of it: wait for its end.
             if believed != (origin, number) and not continued:
@@ -197,12 +206,14 @@ def undefined_line(error: BaseException, name: str) -> int:
     return line
 
 
-def resolve(include: str, origin: str, number: int, texts: Mapping[str, str]) -> str:
+def resolve(
+    include: str, origin: str, number: int, texts: Mapping[str, str], target: str = "cuda"
+) -> str:
     """The template that an include names, seen from the including file's folder, else the root."""
     for base in (posixpath.dirname(origin), ""):
         name = posixpath.normpath(posixpath.join(base, include))
         if name in texts:
-            return name
+            return f"{target}/{name}" if f"{target}/{name}" in texts else name
     raise TemplateError(f'{origin}:{number}: no template for #include "{include}"')
 
 

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 
 from .device import Device
 from .problem import Problem
-from .spec import ELEMENT_BYTES, MAX_HEAD_DIM, Spec
+from .spec import ALIGNMENTS, ELEMENT_BYTES, Spec
 
 KIB = 1024
+# A scale that is not a normal positive fp32 number, even times log2(e), is applied before the masks: -inf * 0 is NaN.
+LEAST_SCALE = 2.0**-125
+WIDEST_LOAD = max(ALIGNMENTS)
 MAX_BLOCKS = 2**31 - 1  # CUDA's limit of gridDim.x
 
 
@@ -27,7 +30,7 @@ class Tile(NamedTuple):
     narrow_block_n: int = 0  # block_n of variants that need more registers; 0 = block_n
 
     def fields(self, narrow: bool) -> dict[str, Any]:
-        """The fields of a Spec; `narrow` if scores are prescaled or a window masks them."""
+        """The fields of a Spec; `narrow` if scores are prescaled, a window masks them, or loads are short."""
         values = self._asdict()
         del values["max_head_dim"], values["narrow_block_n"]
         if narrow and self.narrow_block_n:
@@ -109,7 +112,7 @@ def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
     Raises
     ------
     ValueError
-        The device cannot run the call; every reason is named.
+        The device cannot run the call.
     """
     isa = 80 if device.major >= 8 else 75
     if isa < 80 and problem.dtype == "bf16":
@@ -117,8 +120,8 @@ def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
             f"q is bf16 on {device.name} (sm_{device.major}{device.minor}); bf16 needs sm_80, use fp16"
         )
     chosen = tile(max(problem.head_dim, problem.head_dim_v), device)
-    prescale = problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0
-    fields = chosen.fields(prescale or problem.mask == "window")
+    prescale = problem.softcap > 0 or problem.alibi or problem.softmax_scale < LEAST_SCALE
+    fields = chosen.fields(prescale or problem.mask == "window" or problem.align < WIDEST_LOAD)
     spec = Spec(
         dtype=problem.dtype,
         head_dim=problem.head_dim,
@@ -164,11 +167,19 @@ def variants(spec: Spec) -> list[Spec]:
     ]
 
 
+TABLE_FEATURES: tuple[tuple[str, dict[str, float]], ...] = (
+    ("full", {}),
+    ("causal", {}),
+    ("window", {}),
+    *((mask, feature) for mask in ("full", "causal", "window")
+      for feature in ({"softcap": 30.0}, {"alibi": 1.0}, {"softcap": 30.0, "alibi": 1.0}, {"scale": -1.0})),
+)  # fmt: skip
+
+
 def table_specs(device: Device) -> list[Spec]:
     """What the table makes on a device: every tile with each mask, dtype and evenness, and with each feature."""
     specs: dict[Spec, None] = {}
-    dims = [entry.max_head_dim for entry in TILES[min(TILES)]] + [160, 224, MAX_HEAD_DIM]
-    for head_dim in sorted(set(dims)):
+    for head_dim in sorted({entry.max_head_dim for table in TILES.values() for entry in table}):
         for dtype in ("fp16", "bf16") if device.major >= 8 else ("fp16",):
             for mask, features in TABLE_FEATURES:
                 window = {"full": (-1, -1), "causal": (-1, 0), "window": (128, 16)}[mask]
@@ -191,12 +202,3 @@ def table_specs(device: Device) -> list[Spec]:
                 spec, _ = forward(problem, device)
                 specs.update(dict.fromkeys([spec] if features else variants(spec)))
     return list(specs)
-
-
-TABLE_FEATURES: tuple[tuple[str, dict[str, float]], ...] = (
-    ("full", {}),
-    ("causal", {}),
-    ("window", {}),
-    *((mask, feature) for mask in ("full", "causal", "window")
-      for feature in ({"softcap": 30.0}, {"alibi": 1.0}, {"softcap": 30.0, "alibi": 1.0}, {"scale": -1.0})),
-)  # fmt: skip

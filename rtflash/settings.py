@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,9 +16,13 @@ LOGGER = "rtflash"
 LOG_LEVELS = (30, 20, 10, 5)
 LOG_COMPILER = LOG_LEVELS[3]
 
+BACKENDS = ("numpy", "emulate")
+
 MEANINGS = {
+    "RTFLASH_BACKEND": "host tensors: numpy, or emulate to run the kernel's own source, checked",
     "RTFLASH_CACHE": "1: keep compiled kernels on disk, 0: in memory only",
     "RTFLASH_CACHE_DIR": "folder of the compiled kernels",
+    "RTFLASH_CXX": "C++ compiler of emulated kernels; unset: g++, else clang++",
     "RTFLASH_LOG": "log to stderr: 1 compilations, 2 also cache hits, 3 also compiler logs",
 }
 
@@ -31,11 +36,15 @@ class Settings:
     cache : whether compiled kernels are kept on disk.
     cache_dir : their folder. It need not exist.
     log : 0..3, see `MEANINGS`.
+    backend : one of BACKENDS, for host tensors.
+    cxx : a C++ compiler; empty: whichever is found.
     """
 
     cache: bool
     cache_dir: Path
     log: int
+    backend: str = BACKENDS[0]
+    cxx: str = ""
 
 
 class Row(NamedTuple):
@@ -59,16 +68,28 @@ def get() -> Settings:
         cache=choice("RTFLASH_CACHE", 2, default=1) == 1,
         cache_dir=cache_dir(),
         log=choice("RTFLASH_LOG", len(LOG_LEVELS), default=0),
+        backend=backend(),
+        cxx=os.environ.get("RTFLASH_CXX", "").strip(),
     )
+
+
+def backend() -> str:
+    """`Settings.backend` alone: every call on host tensors asks."""
+    return one_of("RTFLASH_BACKEND", BACKENDS) or BACKENDS[0]
 
 
 def choice(variable: str, count: int, default: int) -> int:
     """The variable as a whole number below `count`; unset or empty = `default`."""
+    text = one_of(variable, [str(value) for value in range(count)])
+    return int(text) if text else default
+
+
+def one_of(variable: str, allowed: Sequence[str]) -> str:
+    """The variable, which must be one of `allowed`; empty where it is unset."""
     text = os.environ.get(variable, "").strip()
-    allowed = [str(value) for value in range(count)]
     if text and text not in allowed:
         raise ValueError(f"{variable} is {text!r}; it must be one of {', '.join(allowed)}")
-    return int(text) if text else default
+    return text
 
 
 def cache_dir() -> Path:
@@ -88,8 +109,10 @@ def describe() -> list[Row]:
     """Each variable with its value, where the value comes from and what it means."""
     current = get()
     values = {
+        "RTFLASH_BACKEND": current.backend,
         "RTFLASH_CACHE": str(int(current.cache)),
         "RTFLASH_CACHE_DIR": str(current.cache_dir),
+        "RTFLASH_CXX": current.cxx,
         "RTFLASH_LOG": str(current.log),
     }
     return [

@@ -1,6 +1,6 @@
 """Spec: one kernel variant. A field is here only if it changes the generated code.
 
-Lengths, batch and head counts, strides, scale and window sizes are data (`launch.Params`); of the lengths only
+Lengths, batch and head counts, strides, scale and window sizes are data (`Params` of params.cuh); of the lengths only
 whether they divide the tile (`even_m`, `even_n`) is known to the code.
 """
 

@@ -11,7 +11,13 @@ import pytest
 import rtflash
 from rtflash import settings
 
-VARIABLES = ("RTFLASH_CACHE", "RTFLASH_CACHE_DIR", "RTFLASH_LOG")
+VARIABLES = (
+    "RTFLASH_BACKEND",
+    "RTFLASH_CACHE",
+    "RTFLASH_CACHE_DIR",
+    "RTFLASH_CXX",
+    "RTFLASH_LOG",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +38,14 @@ def test_values(monkeypatch, tmp_path):
     monkeypatch.setenv("RTFLASH_CACHE", "0")
     monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setenv("RTFLASH_LOG", "2")
-    assert settings.get() == settings.Settings(False, tmp_path / "kernels", 2)
+    monkeypatch.setenv("RTFLASH_BACKEND", "emulate")
+    monkeypatch.setenv("RTFLASH_CXX", "clang++")
+    wanted = settings.Settings(False, tmp_path / "kernels", 2, "emulate", "clang++")
+    assert settings.get() == wanted
     rows = settings.describe()
     assert [row.variable for row in rows] == list(VARIABLES)
-    assert [row.value for row in rows] == ["0", str(tmp_path / "kernels"), "2"]
+    values = ["emulate", "0", str(tmp_path / "kernels"), "clang++", "2"]
+    assert [row.value for row in rows] == values
     assert {row.source for row in rows} == {"environment"}
     assert all(row.meaning for row in rows)
 

@@ -103,6 +103,8 @@ struct ThreadCopy {
   static constexpr int kRowStep = kThreads / Tile::kSlabChunks;
   static constexpr int kPasses = (kTileRows + kRowStep - 1) / kRowStep;
   static constexpr bool kRagged = kTileRows % kRowStep != 0;
+  // Narrow loads make long code: unrolled, an odd head_dim would take seconds to compile.
+  static constexpr int kPassUnroll = kLoadBytes == kChunkBytes ? kPasses : 1;
   static_assert(kRowStep % 8 == 0, "the swizzle of a thread's chunk is the same in all its rows");
 
   int row;
@@ -136,7 +138,7 @@ struct ThreadCopy {
   template <bool kCheckRows>
   __device__ __forceinline__ void load_async(uint32 tile_smem, const Element* source_gmem,
                                              int64 row_stride, int rows) const {
-#pragma unroll
+#pragma unroll kPassUnroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int tile_row = row + pass * kRowStep;
       if (kRagged && tile_row >= kTileRows) break;

@@ -1,0 +1,196 @@
+"""Spec -> library of the host: the kernel's templates compiled by the machine's C++ compiler.
+
+The runtime (templates/host/runtime.cpp), which no Spec changes, is compiled once; a variant is
+compiled alone and linked with it. Both are kept in the cache of the cubins.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from . import build, cache, render, settings
+from .spec import Spec
+
+TARGET = "host"
+RUNTIME = "rtflash_host_runtime"
+RUNTIME_SOURCE = "host/runtime.cpp"
+COMPILERS = ("g++", "clang++", "c++")
+INSTALL = "install g++ or clang++, or name one in RTFLASH_CXX"
+
+# Kernels are compiled for a debugger, too; the runtime, where the time goes, for speed. Sums and
+# products stay apart, so that results do not depend on the host's instruction set.
+COMMON = ("-std=c++17", "-g", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
+RUNTIME_OPTIONS = (*COMMON, "-O3")
+KERNEL_OPTIONS = (*COMMON, "-O2", "-Wno-unknown-pragmas")
+
+compile_count = 0  # compilations of variants by this process
+
+_libraries: dict[tuple[Spec, Path | None], ctypes.CDLL] = {}
+_runtimes: dict[str, bytes] = {}  # by cache key
+
+
+class Compiler(NamedTuple):
+    """A C++ compiler: its path, and the first line that it says of its version."""
+
+    path: str
+    version: str
+
+
+def why_not() -> str | None:
+    """None where kernels can be compiled for the host, else the reason as one sentence."""
+    if os.name != "posix":
+        return f"Emulated kernels need Linux or macOS; this is {sys.platform}."
+    try:
+        find()
+    except RuntimeError as error:
+        return f"{error}."
+    return None
+
+
+def find() -> Compiler:
+    """RTFLASH_CXX, else the first of COMPILERS in the path.
+
+    Raises
+    ------
+    RuntimeError
+        There is none, or it does not run.
+    """
+    wanted = settings.get().cxx
+    for name in (wanted,) if wanted else COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return Compiler(path, version(path))
+    missing = f"RTFLASH_CXX is {wanted!r}, which is no program" if wanted else "no C++ compiler"
+    raise RuntimeError(f"{missing}: {INSTALL}")
+
+
+@functools.cache
+def version(path: str) -> str:
+    """The first line that the compiler says of its version."""
+    try:
+        said = subprocess.run([path, "--version"], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RuntimeError(f"{path} does not run ({error}): {INSTALL}") from error
+    return said.stdout.split("\n", 1)[0]
+
+
+def library(spec: Spec, folder: Path | None = None) -> ctypes.CDLL:
+    """The variant's library, with `rtflash_launch`: from memory, the disk cache, or compiled.
+
+    Parameters
+    ----------
+    folder : templates folder; None = the installed one.
+
+    Raises
+    ------
+    CompileError
+        The compiler refuses the source.
+    RuntimeError
+        There is no compiler.
+    """
+    found = _libraries.get((spec, folder))
+    if found is not None:
+        return found
+    with build.lock_of(TARGET, spec, folder):
+        if (spec, folder) not in _libraries:
+            _libraries[spec, folder] = load(*obtain(find(), spec, folder))
+    return _libraries[spec, folder]
+
+
+def obtain(
+    compiler: Compiler, spec: Spec, folder: Path | None = None
+) -> tuple[Path, cache.Entry, bool]:
+    """(place, entry, whether it is on disk) of a variant's library."""
+    key = cache_key(compiler, spec.variables(), render.digest(folder, TARGET))
+    place = cache.folder(f"{spec.name}_{TARGET}", key)
+    if not settings.get().cache:
+        return place, make_kernel(compiler, spec, folder, key), False
+    return place, *cache.obtain(place, lambda: make_kernel(compiler, spec, folder, key))
+
+
+def cache_key(compiler: Compiler, variables: dict[str, str], digest: str) -> str:
+    """The cache key of a variant, or of the runtime, which has no variables."""
+    from . import __version__
+
+    options = (*compiler, *RUNTIME_OPTIONS, *KERNEL_OPTIONS)
+    arch = f"{TARGET}-{os.uname().machine}"
+    return cache.key(variables, arch, options, digest, (0, 0), __version__)
+
+
+def make_kernel(compiler: Compiler, spec: Spec, folder: Path | None, key: str) -> cache.Entry:
+    """Compile a variant and link it with the runtime."""
+    global compile_count
+    start = time.perf_counter()
+    source = render.source(spec, folder, TARGET)
+    options = [*KERNEL_OPTIONS, f"-D__CUDA_ARCH__={spec.isa}0", "-shared"]
+    command = [compiler.path, *options, "kernel.cpp", "runtime.o", "-o", "kernel.so"]
+    inputs = {"kernel.cpp": source.encode(), "runtime.o": runtime_object(compiler, folder)}
+    binary, log = run(command, inputs, "kernel.so")
+    if binary is None:
+        path = cache.keep_failed(f"{spec.name}_{TARGET}", key, source)
+        raise build.CompileError(spec, TARGET, tuple(command), log, path)
+    compile_count += 1
+    logger = settings.logger()
+    logger.info("compiled %s for the host: %.2f s", spec.name, time.perf_counter() - start)
+    logger.log(settings.LOG_COMPILER, "%s", log)
+    files = {"kernel.cpp": inputs["kernel.cpp"], "kernel.so": binary, "build.log": log.encode()}
+    return cache.Entry(files, {"spec": spec.to_dict(), "arch": TARGET, "options": command})
+
+
+def runtime_object(compiler: Compiler, folder: Path | None) -> bytes:
+    """The object file of the runtime: from memory, the disk cache, or compiled."""
+    text = render.join(RUNTIME_SOURCE, render.templates(folder), {})
+    key = cache_key(compiler, {}, hashlib.sha256(text.encode()).hexdigest())
+
+    def make() -> cache.Entry:
+        command = [compiler.path, *RUNTIME_OPTIONS, "-c", "runtime.cpp", "-o", "runtime.o"]
+        files = {"runtime.cpp": text.encode()}
+        binary, log = run(command, files, "runtime.o")
+        if binary is None:
+            raise RuntimeError(f"{compiler.path} refuses {RUNTIME_SOURCE}:\n{log}")
+        files |= {"runtime.o": binary, "build.log": log.encode()}
+        return cache.Entry(files, {"arch": TARGET, "options": command})
+
+    with build.lock_of(TARGET, key):
+        if key not in _runtimes:
+            if settings.get().cache:
+                entry, _ = cache.obtain(cache.folder(RUNTIME, key), make)
+            else:
+                entry = make()
+            _runtimes[key] = entry.files["runtime.o"]
+    return _runtimes[key]
+
+
+def run(command: list[str], inputs: Mapping[str, bytes], output: str) -> tuple[bytes | None, str]:
+    """(content of the file `output`, log) of a compiler's run; None if it fails."""
+    with tempfile.TemporaryDirectory(prefix="rtflash-") as scratch:
+        for name, content in inputs.items():
+            Path(scratch, name).write_bytes(content)
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
+        made = Path(scratch, output).read_bytes() if done.returncode == 0 else None
+        return made, done.stderr
+
+
+def load(place: Path, entry: cache.Entry, kept: bool) -> ctypes.CDLL:
+    """Load a library from its file, or from a short-lived one."""
+    if kept:
+        loaded = ctypes.CDLL(str(place / "kernel.so"))
+    else:
+        with tempfile.TemporaryDirectory(prefix="rtflash-") as scratch:
+            path = Path(scratch, "kernel.so")
+            path.write_bytes(entry.files["kernel.so"])
+            loaded = ctypes.CDLL(str(path))
+    loaded.rtflash_launch.argtypes = [ctypes.c_void_p]
+    loaded.rtflash_launch.restype = None
+    return loaded

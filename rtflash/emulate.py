@@ -1,0 +1,216 @@
+"""The dense forward by the kernel's own source, compiled for the host: every thread runs, checked.
+
+A launch takes the same Spec, grid and Params as on a GPU. What a GPU would forgive, or not show, is
+an EmulationError that names the template's lines: see docs/emulation.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from . import cxx, device, launch, select, settings
+from . import problem as problems
+from .cxx import why_not as why_not
+from .problem import Problem
+from .report import (
+    CBuffer,
+    CCount,
+    CFinding,
+    CLaunch,
+    EmulationError,
+    Finding,
+    Place,
+    Report,
+    Traffic,
+    read_counts,
+    read_findings,
+)
+from .spec import Spec
+from .tensor import View, needs_copy
+
+Array = NDArray[Any]
+
+ARCH = "sm_90a"
+MAX_COUNTS = 4096
+MAX_FINDINGS = 100
+# Byte states of a tensor: see struct Buffer.
+PADDING, ELEMENT, WRITTEN = 0, 1, 2
+POISON = 0x7F  # 0x7f7f is a NaN in fp16 and in bf16, 0x7f7f7f7f a huge fp32
+
+
+def forward(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    alibi_slopes: Array | None = None,
+    *,
+    arch: str = ARCH,
+    seed: int = 0,
+) -> tuple[Array, Array]:
+    """Attention of a checked problem over host arrays: `cpu.forward`, by the emulated kernel.
+
+    Parameters
+    ----------
+    problem, q, k, v, alibi_slopes : as `cpu.forward` takes them.
+    arch : whose variant to run, one of `device.TYPICAL`.
+    seed : of the order in which warps run.
+
+    Returns
+    -------
+    out : (batch, seqlen_q, heads, head_dim_v), of q's dtype, row-major.
+    lse : (batch, heads, seqlen_q) float32.
+
+    Raises
+    ------
+    EmulationError
+        The kernel raced, read what nobody wrote, left a tensor, or waited for ever.
+    CompileError, RuntimeError
+        The templates do not compile for the host; there is no C++ compiler.
+    """
+    q, k, v = (x.copy() if needs_copy(view(x)) else x for x in (q, k, v))
+    problem = dataclasses.replace(problem, align=problems.alignment(*map(view, (q, k, v))))
+    gpu = device.for_arch(arch)
+    spec, grid = select.forward(problem, gpu)
+    report = run(spec, problem, q, k, v, alibi_slopes, section=grid.section, seed=seed)
+    settings.logger().info("%s", report)
+    return report.out, report.lse
+
+
+def run(
+    spec: Spec,
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    alibi_slopes: Array | None = None,
+    *,
+    section: int = 1,
+    seed: int = 0,
+    workers: int = 0,
+    check: bool = True,
+    templates: Path | None = None,
+) -> Report:
+    """Run one variant over host arrays whose inner stride is 1.
+
+    Parameters
+    ----------
+    spec : the variant; it must fit the problem.
+    problem, q, k, v, alibi_slopes : as `cpu.forward` takes them.
+    section : (batch, head) pairs of a section of the tile order, see block.cuh.
+    seed : of the order in which warps run.
+    workers : OS threads that run blocks; 0 = as many as there are cores.
+    check : whether a finding raises.
+    templates : their folder; None = the installed one.
+
+    Raises
+    ------
+    EmulationError
+        If `check`: the report holds findings.
+    CompileError, RuntimeError
+        As `cxx.library`.
+    """
+    p = problem
+    out = poisoned((p.batch, p.seqlen_q, p.heads, p.head_dim_v), q.dtype)
+    lse = poisoned((p.batch, p.heads, p.seqlen_q), np.dtype(np.float32))
+    blocks = -(-p.seqlen_q // spec.block_m) * p.batch * p.heads
+    grid = select.Grid(
+        blocks=blocks, threads=spec.threads, shared_bytes=spec.shared_bytes, section=section
+    )
+    slopes = None if alibi_slopes is None else np.asarray(alibi_slopes, np.float32)
+    tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse}
+    if slopes is not None:
+        tensors["alibi_slopes"] = slopes
+    pointers = [x.ctypes.data for x in tensors.values()]
+    params = launch.POINTERS.pack(*pointers, *[0] * (len(launch.POINTER_FIELDS) - len(pointers)))
+    slopes_view = None if slopes is None else view(slopes)
+    params += launch.scalars(p, grid, view(q), view(k), view(v), slopes_view)
+    report = start(spec, grid, params, tensors, seed, workers, templates)
+    if check and report.findings:
+        raise EmulationError(report)
+    return report
+
+
+def start(
+    spec: Spec,
+    grid: select.Grid,
+    params: bytes,
+    tensors: dict[str, Array],
+    seed: int,
+    workers: int,
+    templates: Path | None,
+) -> Report:
+    """Launch; `tensors` by the names of Params' pointers, "o" and "lse" being written."""
+    maps = {name: byte_map(x) for name, x in tensors.items()}
+    buffers = (CBuffer * len(tensors))()
+    for buffer, (name, (begin, states)) in zip(buffers, maps.items(), strict=True):
+        buffer.name, buffer.begin = name.encode(), begin
+        buffer.size, buffer.valid = states.size, states.ctypes.data
+        buffer.writable = name in ("o", "lse")
+    counts, findings = (CCount * MAX_COUNTS)(), (CFinding * MAX_FINDINGS)()
+    packed = ctypes.create_string_buffer(params, len(params))
+    described = CLaunch(
+        params=ctypes.addressof(packed),
+        buffers=buffers,
+        counts=counts,
+        findings=findings,
+        seed=seed,
+        blocks=grid.blocks,
+        threads=grid.threads,
+        shared_bytes=grid.shared_bytes,
+        workers=workers or os.cpu_count() or 1,
+        buffer_count=len(buffers),
+        count_capacity=MAX_COUNTS,
+        finding_capacity=MAX_FINDINGS,
+    )
+    if grid.blocks > 0:
+        cxx.library(spec, templates).rtflash_launch(ctypes.addressof(described))
+    found = read_findings(described)
+    for name in ("o", "lse"):
+        unwritten = int((maps[name][1] == ELEMENT).sum())
+        if unwritten:
+            what = f"{unwritten} bytes of an output that nobody wrote"
+            found.append(Finding(what, Place("", 0, name)))
+    return Report(
+        spec=spec,
+        out=tensors["o"],
+        lse=tensors["lse"],
+        findings=tuple(found),
+        counts=tuple(read_counts(described)),
+        traffic={b.name.decode(): Traffic(b.bytes_read, b.bytes_written) for b in buffers},
+    )
+
+
+def byte_map(array: Array) -> tuple[int, NDArray[np.uint8]]:
+    """(address, states): the first byte of an array's elements, and the state of each byte on."""
+    if array.size == 0:
+        return array.ctypes.data, np.zeros(0, np.uint8)
+    reach = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
+    below = -sum(step for step in reach if step < 0)
+    above = sum(step for step in reach if step > 0) + array.itemsize
+    states = np.full(below + above, PADDING, np.uint8)
+    shape, steps = (*array.shape, array.itemsize), (*array.strides, 1)
+    as_strided(states[below:], shape, steps)[...] = ELEMENT
+    return array.ctypes.data - below, states
+
+
+def poisoned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A new row-major array of poison."""
+    array = np.empty(shape, dtype)
+    array.view(np.uint8).reshape(-1)[...] = POISON
+    return array
+
+
+def view(array: Array) -> View:
+    """The array's View, strides in elements."""
+    strides = tuple(step // array.itemsize for step in array.strides)
+    dtype = {2: "fp16", 4: "fp32"}[array.itemsize]  # or as wide
+    return View(array.ctypes.data, array.shape, strides, dtype, -1)

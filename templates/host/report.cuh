@@ -1,0 +1,66 @@
+// What a launch is given and what it reports: the structs that rtflash/emulate.py mirrors with
+// ctypes, same order, same sizes.
+#pragma once
+
+namespace host {
+
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+
+/// A tensor in global memory: the bytes that the kernel may touch.
+struct Buffer {
+  const char* name;
+  unsigned char* begin;
+  uint64 size;
+  unsigned char* valid;  // [size] 1: a byte of an element, 0: padding, 2: an element, written
+  uint64 writable;       // 0: read only; 1: write only
+  uint64 bytes_read;
+  uint64 bytes_written;
+};
+
+/// How often an instruction of a template line ran.
+struct Count {
+  const char* file;
+  const char* instruction;
+  uint64 line;
+  uint64 threads;    // executions, thread by thread
+  uint64 warps;      // executions, warp by warp; of shared-memory and warp instructions
+  uint64 conflicts;  // shared-memory cycles beyond what the warps' accesses need without conflicts
+};
+
+/// Something that a kernel must not do, at one template line (or a pair of them).
+struct Finding {
+  const char* what;
+  const char* file;
+  const char* instruction;
+  const char* other_file;  // null: no second line
+  const char* other_instruction;
+  uint64 address;  // the first time: shared-window or global address
+  uint64 times;
+  int line;
+  int other_line;
+  int block;  // the first time
+  int thread;
+  int other_thread;  // -1: unknown
+  int race;          // 1: two threads, one of them writing, and no barrier between
+};
+
+struct Launch {
+  const void* params;
+  Buffer* buffers;
+  Count* counts;      // [count_capacity]
+  Finding* findings;  // [finding_capacity]
+  uint64 seed;
+  int blocks;
+  int threads;  // of a block
+  int shared_bytes;
+  int workers;  // OS threads
+  int buffer_count;
+  int count_capacity;
+  int count_count;
+  int finding_capacity;
+  int finding_count;
+};
+
+}  // namespace host

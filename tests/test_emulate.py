@@ -1,0 +1,424 @@
+"""The emulated kernels: their numbers, their conflicts and traffic, and that misdeeds are found and named."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from calls import Call, solved
+from compare import check, check_lse
+from layouts import encode
+from numpy.typing import NDArray
+
+import rtflash
+from rtflash import cxx, device, emulate, render, select
+from rtflash.problem import Problem
+from rtflash.report import EmulationError, Report
+from rtflash.spec import Spec
+
+pytestmark = pytest.mark.skipif(cxx.why_not() is not None, reason=str(cxx.why_not()))
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90a")
+
+
+def bits(values: NDArray, dtype: str) -> NDArray:
+    """fp32 values as float16, or as bf16 bits."""
+    return encode(values, dtype).view(np.float16 if dtype == "fp16" else np.uint16)
+
+
+def attend(call: Call, arch: str = "sm_90a", spec: Spec | None = None, **options: Any) -> Report:
+    """Run a call on the variant of an architecture, or a given one, and hold it to the bound."""
+    given, expected = solved(call)
+    problem = call.problem()
+    chosen, grid = select.forward(problem, device.for_arch(arch))
+    q, k, v = (bits(x, call.dtype) for x in given[:3])
+    report = emulate.run(
+        spec or chosen, problem, q, k, v, given.slopes, section=grid.section, **options
+    )
+    factor = 3 if call.softcap else 2
+    check(report.out, expected.out, expected.same_dtype, call.dtype, factor)
+    check_lse(report.lse, expected.lse)
+    return report
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 96, 136, 192, 256])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_each_tile_of_the_tables(arch: str, head_dim: int) -> None:
+    dtype = "fp16" if arch == "sm_75" else "bf16"
+    attend(Call(head_dim=head_dim, heads_k=1, batch=1, dtype=dtype, causal=True), arch)
+
+
+@pytest.mark.parametrize(
+    "features", [{"softcap": 5.0, "magnitude": 3.0}, {"alibi": "batch"}, {"window": (40, 9)}, {}]
+)
+@pytest.mark.parametrize("arch", ["sm_75", "sm_86"])
+def test_features(arch: str, features: dict[str, Any]) -> None:
+    attend(Call(65, 200, heads=4, heads_k=2, batch=1, head_dim=40, **features), arch)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_warps_gives_the_same_bits(seed: int) -> None:
+    call = Call(130, 200, heads_k=1, batch=1, causal=True)
+    first, other = attend(call), attend(call, seed=seed, workers=1 + seed % 3)
+    np.testing.assert_array_equal(first.out.view(np.uint16), other.out.view(np.uint16))
+    np.testing.assert_array_equal(first.lse, other.lse)
+    assert first.counts == other.counts
+
+
+def test_empty_work() -> None:
+    for seqlen_q, seqlen_k, batch in ((0, 5, 1), (5, 0, 1), (5, 5, 0)):
+        attend(Call(seqlen_q, seqlen_k, batch=batch))
+
+
+def test_forward_takes_what_the_numpy_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, expected = solved(Call(causal=True))
+    q, k, v = (bits(x, "fp16") for x in given[:3])
+    reversed_q = np.ascontiguousarray(q[..., ::-1])[..., ::-1]
+    monkeypatch.setenv("RTFLASH_BACKEND", "emulate")
+    before = cxx.compile_count
+    out = rtflash.flash_attn_func(reversed_q, k, v, causal=True)
+    check(out, expected.out, expected.same_dtype, "fp16")
+    assert rtflash.flash_attn_func(q, k, v, causal=True).tobytes() == out.tobytes()
+    assert cxx.compile_count <= before + 1
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    code = (
+        "import numpy as np, rtflash; from rtflash import cxx; x = np.ones((1, 3, 1, 8), np.float16);"
+        "assert (rtflash.flash_attn_func(x, x, x) == 1).all(); print(cxx.compile_count)"
+    )
+    root = Path(rtflash.__file__).parents[1]
+    variables = {"RTFLASH_BACKEND": "emulate", "RTFLASH_CACHE_DIR": str(tmp_path)}
+    for compiled in ("1", "0"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**__import__("os").environ, **variables, "PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout.strip()) == (0, compiled), done.stderr
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C++ compiler" in str(cxx.why_not())
+    monkeypatch.setenv("RTFLASH_CXX", "no-such-compiler")
+    assert "RTFLASH_CXX is 'no-such-compiler'" in str(cxx.why_not())
+
+
+# Conflicts and traffic.
+
+
+def table_tiles() -> list[Any]:
+    """Each architecture's tiles, as (arch, head_dim)."""
+    return [
+        pytest.param(arch, tile.max_head_dim, id=f"{arch}-d{tile.max_head_dim}")
+        for arch, limit in zip(ARCHS, (64, 163, 99, 227), strict=True)
+        for tile in select.TILES[limit * select.KIB]
+    ]
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), table_tiles())
+def test_no_bank_conflicts(arch: str, head_dim: int) -> None:
+    report = attend(Call(130, 150, heads=1, heads_k=1, batch=1, head_dim=head_dim), arch)
+    assert report.bank_conflicts == {}
+    assert report.instructions["ldmatrix.x4"] > 0
+
+
+def visible_rows(spec: Spec, problem: Problem, first: int) -> int:
+    """Rows of the key tiles that the query tile from row `first` on sees."""
+    p = problem
+    shift = p.seqlen_k - p.seqlen_q
+    last = min(first + spec.block_m, p.seqlen_q) - 1
+    end = p.seqlen_k if p.window_right < 0 else min(p.seqlen_k, last + shift + p.window_right + 1)
+    begin = 0 if p.window_left < 0 else max(first + shift - p.window_left, 0)
+    n_begin, n_end = begin // spec.block_n, -(-max(end, 0) // spec.block_n)
+    return max(0, min(n_end * spec.block_n, p.seqlen_k) - n_begin * spec.block_n)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(256, 256, heads=4, heads_k=2, head_dim=64),
+        Call(300, 333, heads=2, heads_k=1, head_dim=96, head_dim_v=40, causal=True),
+        Call(333, 300, heads=2, heads_k=2, head_dim=136, head_dim_v=128, causal=True),
+        Call(300, 500, heads=1, heads_k=1, head_dim=46, window=(70, 20)),
+        Call(129, 129, heads=1, heads_k=1, head_dim=63),
+    ],
+    ids=lambda call: call.id,
+)
+def test_traffic_is_what_the_schedule_needs(arch: str, call: Call) -> None:
+    """A CTA reads its query rows once and each visible key tile once, and writes its rows of O and LSE once."""
+    report = attend(call, arch)
+    spec, p = report.spec, call.problem()
+    pairs = p.batch * p.heads
+    firsts = range(0, p.seqlen_q, spec.block_m)
+    keys = {first: visible_rows(spec, p, first) for first in firsts}
+    query_rows = sum(min(spec.block_m, p.seqlen_q - first) for first in firsts if keys[first])
+    key_rows = sum(keys.values())
+    read = {name: traffic.read for name, traffic in report.traffic.items()}
+    assert read == {
+        "q": pairs * query_rows * p.head_dim * 2,
+        "k": pairs * key_rows * p.head_dim * 2,
+        "v": pairs * key_rows * p.head_dim_v * 2,
+        "o": 0,
+        "lse": 0,
+    }
+    written = {name: traffic.written for name, traffic in report.traffic.items()}
+    sizes = {"o": report.out.nbytes, "lse": report.lse.nbytes}
+    assert written == {"q": 0, "k": 0, "v": 0, **sizes}
+
+
+# Misdeeds: small kernels, each a case of a switch over window_left.
+
+SPEC = Spec("fp16", 64, 64, block_m=32, block_n=16, warps=2, stages=1)
+OWN = "smem + 4 * thread"
+CHUNK = "smem + 16 * thread"
+NEXT_CHUNK = "smem + 16 * ((thread + 1) % kThreads)"
+COPY = f"cp_async_16({CHUNK}, params.q + 8 * (thread % 8)); cp_async_commit();"
+
+CLEAN = {
+    "own bytes": f"store_shared_4({OWN}, 1); store_shared_4({OWN}, 2);",
+    "barrier": f"store_shared_16({CHUNK}, v); barrier_cta(); load_shared_16(v, {NEXT_CHUNK});",
+    "copy": f"{COPY} cp_async_wait<0>(); load_shared_16(v, {CHUNK});",
+    "copy, barrier": f"{COPY} cp_async_wait<0>(); barrier_cta(); load_shared_16(v, {NEXT_CHUNK});",
+    "older group": f"{COPY} cp_async_commit(); cp_async_wait<1>(); load_shared_16(v, {CHUNK});",
+    "nothing read": f"cp_async_16({CHUNK}, params.q + (1 << 30), 0); cp_async_commit();",
+    "printf": 'if (thread == 3) printf("thread %d\\n", thread);',
+}
+RACE = "race"
+FAULTS = {
+    "write, read": (f"store_shared_16({CHUNK}, v); load_shared_16(v, {NEXT_CHUNK});", RACE),
+    "write, write": ("store_shared_4(smem, thread);", RACE),
+    "read, write": (
+        f"store_shared_16({CHUNK}, v); barrier_cta(); load_shared_16(v, {NEXT_CHUNK}); store_shared_16({CHUNK}, v);",
+        RACE,
+    ),
+    "a shuffle orders nothing": (
+        f"store_shared_16({CHUNK}, v); shuffle_xor(0.f, 1); load_shared_16(v, {NEXT_CHUNK});",
+        RACE,
+    ),
+    "ldmatrix, write": (
+        f"store_shared_16({CHUNK}, v); barrier_cta(); ldmatrix_x4(v, {CHUNK}); store_shared_16({CHUNK}, v);",
+        RACE,
+    ),
+    "ldmatrix, copy": (
+        f"store_shared_16({CHUNK}, v); barrier_cta(); ldmatrix_x4(v, {NEXT_CHUNK}); {COPY}",
+        RACE,
+    ),
+    "copy, no barrier": (f"{COPY} cp_async_wait<0>(); load_shared_16(v, {NEXT_CHUNK});", RACE),
+    "unwritten": (
+        f"load_shared_16(v, {CHUNK});",
+        "read of shared memory that nobody wrote",
+    ),
+    "no wait": (f"{COPY} load_shared_16(v, {CHUNK});", "read before a wait covers the copy"),
+    "barrier, no wait": (
+        f"{COPY} barrier_cta(); load_shared_16(v, {NEXT_CHUNK});",
+        "read before a wait covers the copy",
+    ),
+    "newest group": (
+        f"cp_async_commit(); {COPY} cp_async_wait<1>(); load_shared_16(v, {CHUNK});",
+        "read before a wait covers the copy",
+    ),
+    "no commit": (
+        f"cp_async_16({CHUNK}, params.q); cp_async_wait<0>(); load_shared_16(v, {CHUNK});",
+        "read before a wait covers the copy",
+    ),
+    "write over a copy": (
+        f"{COPY} store_shared_16({CHUNK}, v);",
+        "write before a wait covers the copy",
+    ),
+    "past the end": ("store_shared_4(smem + kSharedBytes, 1);", "outside shared memory"),
+    "before the start": ("store_shared_4(smem - 4, 1);", "outside shared memory"),
+    "misaligned": (f"store_shared_16({OWN} + 4, v);", "misaligned in shared memory"),
+    "misaligned copy": (
+        f"cp_async_16({CHUNK}, params.q + 4);",
+        "misaligned in global memory",
+    ),
+    "misaligned load": ("load_global_4(params.q + 1);", "misaligned in global memory"),
+    "before q": ("load_global_16(v, params.q - 8);", "outside the tensors"),
+    "copy past q": (
+        f"cp_async_16({CHUNK}, params.q + 2 * params.q_strides.batch);",
+        "outside the tensors",
+    ),
+    "padding": ("load_global_2(params.q + 64);", "between the elements of a tensor"),
+    "half a chunk of padding": (
+        f"cp_async_16({CHUNK}, params.q + 64, 8);",
+        "between the elements of a tensor",
+    ),
+    "input written": (
+        "store_global_2(const_cast<Element*>(params.q), 0);",
+        "write to an input",
+    ),
+    "output read": ("load_global_2(params.o);", "read of an output"),
+    "output twice": ("store_global_2(params.o, 0);", "output written twice"),
+    "more bytes than a copy has": (
+        f"cp_async_8({CHUNK}, params.q, 16);",
+        "cp.async of more bytes than it copies",
+    ),
+    "half of the block": (
+        "if (thread < 32) barrier_cta();",
+        "threads of the block end without the barrier",
+    ),
+    "two instructions": (
+        "if (lane < 16) { shuffle_xor(0.f, 1); } else { any_lane(true); }",
+        "lanes of the warp wait at another instruction",
+    ),
+    "half of the warp": ("if (lane < 16) shuffle_xor(0.f, 1);", "lanes of the warp have ended"),
+    "barrier or shuffle": (
+        "if (lane < 16) { shuffle_xor(0.f, 1); } else { barrier_cta(); }",
+        "lanes of the warp wait at a barrier instead",
+    ),
+}
+BANKS = {
+    "one word": ("store_shared_4(smem + 128 * (thread / 32), 0);", 0),
+    "one row": (f"store_shared_4({OWN}, 0);", 0),
+    "one bank": ("store_shared_4(smem + 128 * lane + 4 * (thread / 32), 0);", 2 * 31),
+    "every other bank": ("store_shared_4(smem + 8 * thread, 0);", 2 * 1),
+    "chunks": (f"store_shared_16({CHUNK}, v);", 0),
+    "a column of chunks": ("if (thread < 32) store_shared_16(smem + 128 * lane, v);", 4 * 7),
+    "a copied column": ("if (thread < 32) cp_async_16(smem + 128 * lane, params.q);", 4 * 7),
+    "a column of matrices": (
+        "for (int i = 0; i < 8; ++i) store_shared_16(smem + 1024 * i + 16 * thread, v);"
+        " barrier_cta(); ldmatrix_x4(v, smem + 128 * lane);",
+        2 * 4 * 7,
+    ),
+    "swizzled matrices": (
+        "for (int i = 0; i < 8; ++i) store_shared_16(smem + 1024 * i + 16 * thread, v);"
+        " barrier_cta(); ldmatrix_x4(v, smem + 128 * lane + 16 * (lane % 8));",
+        0,
+    ),
+}
+BODIES = [*CLEAN.values(), *(body for body, _ in (*FAULTS.values(), *BANKS.values()))]
+HEAD = """#include "epilogue.cuh"
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    KERNEL_NAME(const __grid_constant__ Params params) {
+  extern __shared__ __align__(128) unsigned char shared_smem[];
+  const uint32 smem = shared_address(shared_smem);
+  const int thread = thread_index();
+  const int lane = thread % 32;
+  uint32 v[4] = {};
+  switch (params.window_left) {
+"""
+
+
+def own_kernel(folder: Path, text: str) -> Path:
+    """A copy of the templates whose kernel is `text`."""
+    shutil.copytree(render.default_folder(), folder)
+    (folder / SPEC.kernel_file).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def misdeeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Templates with one kernel of all BODIES: body i is case i, on line 10 + i."""
+    cases = "".join(f"case {i}: {{ {body} }} break;\n" for i, body in enumerate(BODIES))
+    return own_kernel(tmp_path_factory.mktemp("misdeeds") / "templates", f"{HEAD}{cases}}}\n}}\n")
+
+
+def run_body(templates: Path, body: str, seed: int = 0) -> Report:
+    """Run one of BODIES in one block; q has rows of 64 elements, 72 apart."""
+    q = np.zeros((1, 32, 1, 72), np.float16)[..., :64]
+    k = np.zeros((1, 64, 1, 64), np.float16)
+    problem = Problem(1, 32, 64, 1, 1, 64, 64, "fp16", 1.0, BODIES.index(body), -1, 0.0, False, 16)
+    return emulate.run(SPEC, problem, q, k, k, seed=seed, check=False, templates=templates)
+
+
+def misdeeds_of(report: Report) -> set[str]:
+    """What was found, but that the small kernels write no output."""
+    return {found.what for found in report.findings if "that nobody wrote" not in found.what[5:]} | {
+        found.what for found in report.findings if found.what.startswith("read of shared")
+    }
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_nothing_is_found_where_nothing_is_wrong(misdeeds: Path, name: str) -> None:
+    for seed in range(3):
+        assert misdeeds_of(run_body(misdeeds, CLEAN[name], seed)) == set()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_misdeeds_are_found(misdeeds: Path, name: str) -> None:
+    body, what = FAULTS[name]
+    for seed in range(3):
+        report = run_body(misdeeds, body, seed)
+        assert misdeeds_of(report) == {what}
+        found = next(finding for finding in report.findings if finding.what == what)
+        line = 10 + BODIES.index(body)
+        assert (found.place.file, found.place.line) == (SPEC.kernel_file, line)
+        assert found.race == (what == RACE)
+        if found.race:
+            assert found.other is not None
+            assert (found.other.file, found.other.line) == (SPEC.kernel_file, line)
+        assert f"{SPEC.kernel_file}:{line} ({found.place.instruction})" in str(found)
+
+
+@pytest.mark.parametrize("name", BANKS)
+def test_bank_conflicts_are_counted(misdeeds: Path, name: str) -> None:
+    body, conflicts = BANKS[name]
+    report = run_body(misdeeds, body)
+    assert sum(report.bank_conflicts.values()) == conflicts
+
+
+def test_an_error_names_the_lines(misdeeds: Path) -> None:
+    body, _ = FAULTS["copy, no barrier"]
+    report = run_body(misdeeds, body)
+    message = str(EmulationError(report))
+    place = rf"{SPEC.kernel_file}:{10 + BODIES.index(body)}"
+    assert f"race: {place} (ld.shared.16) and {place} (cp.async.16), block 0, thread" in message
+    assert "bytes of an output that nobody wrote: o" in message
+
+
+def test_printf(misdeeds: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_body(misdeeds, CLEAN["printf"])
+    __import__("ctypes").CDLL(None).fflush(None)
+    assert capfd.readouterr().out == "thread 3\n"
+
+
+CONVERT = """#include "epilogue.cuh"
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    KERNEL_NAME(const __grid_constant__ Params params) {
+  for (int i = thread_index(); i < params.seqlen_q * params.heads; i += kThreads) {
+    const float x = __builtin_bit_cast(float, load_global_4(params.alibi_slopes + i));
+    store_global_2(params.o + i, static_cast<uint16>(pack_elements(x, 0.f)));
+    store_global_4(params.lse + i, __builtin_bit_cast(uint32, exp2_approx(x)));
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_conversions(tmp_path: Path, dtype: str) -> None:
+    """Rounding of every kind of fp32 number, and 2^x at its ends."""
+    random = np.random.default_rng(zlib.crc32(dtype.encode()))
+    values = random.integers(0, 2**32, 6000, np.uint32).view(np.float32)
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    neighbours = np.float32(1) + np.float32(2**-11) * np.arange(-1, 2, dtype=np.float32)
+    with np.errstate(all="ignore"):
+        ties = np.concatenate([halves[::7] * factor for factor in neighbours])
+    edges = np.array([0.0, -0.0, 65519.996, 65520.0, 2.0**-25, 3 * 2.0**-25, 2.0**-14], np.float32)
+    ends = np.array([np.inf, -np.inf, np.nan, -126.5, -127.0, 128.0], np.float32)
+    x = np.concatenate([values, ties, edges, ends])
+    spec = dataclasses.replace(SPEC, dtype=dtype, head_dim=1, head_dim_v=1, align=2)
+    q = np.zeros((1, 1, x.size, 1), np.float16)
+    problem = Problem(1, 1, 1, x.size, 1, 1, 1, dtype, 1.0, -1, -1, 0.0, True, 2)
+    folder = own_kernel(tmp_path / "templates", CONVERT)
+    # One block is enough: each walks over all numbers.
+    report = emulate.run(spec, problem, q, q[:, :, :1], q[:, :, :1], x, check=False, templates=folder)
+    got = report.out.view(np.uint16).reshape(-1)
+    wanted = encode(x, dtype)
+    finite = ~np.isnan(x)
+    np.testing.assert_array_equal(got[finite], wanted[finite])
+    assert (got[~finite] == 0x7FFF).all()
+    with np.errstate(all="ignore"):
+        powers = np.exp2(x.astype(np.float64)).astype(np.float32)
+    powers[np.abs(powers) < 2.0**-126] = 0
+    np.testing.assert_allclose(report.lse.reshape(-1), powers, rtol=3e-7)
