@@ -226,6 +226,10 @@ def _attend(
     library = tensor.framework(inputs[0], names[0])
     views = list(map(_view, (library,) * len(inputs), inputs, names))
     slopes = None if alibi_slopes is None else _view(library, alibi_slopes, "alibi_slopes")
+    if slopes is not None and slopes.ptr % 4:
+        # Only a DLPack producer can place an fp32 so.
+        alibi_slopes = library.contiguous(alibi_slopes)
+        slopes = library.view(alibi_slopes)
     q, k, v = unpack(*views)
     if q.device >= 0:
         out, lse = _on_device(library, views, unpack, slopes, options, return_attn_probs, inputs)
@@ -260,8 +264,7 @@ def _on_device(
     """(out, lse) of a call on a GPU: look the plan up, allocate, launch."""
     q, k, v = unpack(*views)
     # Of the addresses, only the alignment is part of the plan.
-    alibi = slopes and (slopes[1:], slopes.ptr % 4)
-    key = (q[1:], k[1:], v[1:], (q.ptr | k.ptr | v.ptr) % 16, alibi, options)
+    key = (q[1:], k[1:], v[1:], (q.ptr | k.ptr | v.ptr) % 16, slopes and slopes[1:], options)
     try:
         plan, keep = _plans.get(key), True
     except TypeError:

@@ -16,9 +16,7 @@ from typing import Any
 
 from . import cache, nvrtc, render, settings
 from .device import Device
-from .nvrtc import Resources, options
-from .nvrtc import supported_archs as supported_archs
-from .nvrtc import target_arch as target_arch
+from .nvrtc import Resources, options, target_arch
 from .spec import Spec
 
 SOURCE = "kernel.cu"
@@ -90,15 +88,15 @@ class CompileError(RuntimeError):
     Attributes
     ----------
     spec, arch, options, log : what was compiled, how, and the compiler's answer in template lines.
-    path : where the joined source was kept.
+    path : where the joined source was kept; None if no folder could be written.
     """
 
     def __init__(
-        self, spec: Spec, arch: str, options: tuple[str, ...], log: str, path: Path
+        self, spec: Spec, arch: str, options: tuple[str, ...], log: str, path: Path | None
     ) -> None:
         super().__init__(
             f"{spec.name} does not compile for {arch}\n{log.rstrip()}\n"
-            f"source: {path}\noptions: {' '.join(options)}"
+            f"source: {path or 'not kept'}\noptions: {' '.join(options)}"
         )
         self.spec, self.arch, self.options, self.log, self.path = spec, arch, options, log, path
 
@@ -270,7 +268,7 @@ def load(made: Artifact, device: Device) -> Kernel:
 
 
 def raw_kernel(made: Artifact) -> Any:
-    """cupy.RawKernel of the artifact, from its file or, if there is none, a short-lived one."""
+    """cupy.RawKernel of the artifact, from its file in the cache or else a short-lived one of the same bytes."""
     import tempfile
 
     import cupy
@@ -282,8 +280,12 @@ def raw_kernel(made: Artifact) -> Any:
         raw.kernel  # noqa: B018  RawKernel reads its file when it is first asked for its handle.
         return raw
 
-    if made.folder is not None and (made.folder / binary_file(made.arch)).is_file():
-        return read(str(made.folder))
+    if made.folder is not None:
+        try:
+            return read(str(made.folder))
+        except (OSError, cupy.cuda.driver.CUDADriverError) as error:
+            # Cleared, torn or replaced since its bytes were checked; a genuine refusal comes again below.
+            settings.logger().info("%s is loaded from memory: %s", made.spec.name, error)
     with tempfile.TemporaryDirectory(prefix="rtflash-") as folder:
         Path(folder, binary_file(made.arch)).write_bytes(made.cubin)
         return read(folder)

@@ -265,8 +265,13 @@ def children(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
         return []
 
 
-def keep_failed(name: str, key: str, text: str) -> Path:
-    """Write a source that did not compile: in the cache's `failed/`, else the temporary folder."""
+def keep_failed(name: str, key: str, text: str) -> Path | None:
+    """Write a source that did not compile: in the cache's `failed/`, else the temporary folder.
+
+    Returns
+    -------
+    Its path, or None if neither can be written.
+    """
     current = settings.get()
     if current.cache and current.cache_dir.is_absolute():
         path = current.cache_dir / FAILED / f"{name}.{key}.cu"
@@ -274,10 +279,13 @@ def keep_failed(name: str, key: str, text: str) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             return path
-    path = Path(tempfile.gettempdir()) / f"{name}.{key}.cu"
     with contextlib.suppress(OSError):
-        path.write_text(text, encoding="utf-8")
-    return path
+        # A fresh name: others write in this folder too, and could have put a link at one that they can guess.
+        descriptor, unique = tempfile.mkstemp(".cu", f"{name}.{key}.")
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        return Path(unique)
+    return None
 
 
 def entries() -> list[Listed]:
@@ -294,11 +302,6 @@ def entries() -> list[Listed]:
 def bytes_in(path: Path) -> int:
     """Bytes of the files in a folder."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def size() -> int:
-    """Bytes of all variants in the cache."""
-    return sum(entry.size for entry in entries())
 
 
 def clear() -> int:

@@ -5,8 +5,9 @@ Libraries are recognised by the names in a type's bases, so none is imported tha
 
 from __future__ import annotations
 
-import functools
+import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,8 @@ def needs_copy(view: View) -> bool:
 
 
 _by_type: dict[type, Framework] = {}
-_torch, _numpy, _cupy, _jax = map(functools.cache, (Torch, Numpy, Cupy, Jax))
+_by_library: dict[type[Framework], Framework] = {}
+_lock = threading.RLock()  # of both; a library asked for its from_dlpack may come back here
 
 
 def framework(x: Any, name: str = "tensor") -> Framework:
@@ -48,7 +50,10 @@ def framework(x: Any, name: str = "tensor") -> Framework:
     """
     found = _by_type.get(type(x))
     if found is None:
-        found = _by_type[type(x)] = recognise(x, name)
+        with _lock:
+            found = _by_type.get(type(x))
+            if found is None:
+                found = _by_type[type(x)] = recognise(x, name)
     return found
 
 
@@ -67,17 +72,17 @@ def recognise(x: Any, name: str) -> Framework:
                     raise TypeError(
                         f"{name} is a {shown}, which has no plain memory; it must be a plain torch.Tensor"
                     )
-                return _torch()
+                return only(Torch)
             case "numpy", "MaskedArray":
                 raise TypeError(
                     f"{name} is a {shown}, whose mask would be ignored; it must be a plain numpy.ndarray"
                 )
             case "numpy", "ndarray":
-                return _numpy()
+                return only(Numpy)
             case "cupy", "ndarray":
-                return _cupy()
+                return only(Cupy)
             case "jax" | "jaxlib", "ArrayImpl":
-                return _jax()
+                return only(Jax)
             case "jax", "Tracer":
                 raise TypeError(
                     f"{name} is a traced JAX value ({shown}); rtflash must be called outside jit, grad and vmap for now"
@@ -87,9 +92,26 @@ def recognise(x: Any, name: str) -> Framework:
     return Producer(shown, own_from_dlpack(x))
 
 
+def only(library: type[Framework]) -> Framework:
+    """The one instance of a library's Framework; to be called under the lock."""
+    if library not in _by_library:
+        _by_library[library] = library()
+    return _by_library[library]
+
+
 def own_from_dlpack(producer: Any) -> Callable[[Export], Any] | None:
     """`from_dlpack` of the library that a tensor comes from: its array-API namespace's, else its top module's."""
     if hasattr(producer, "__array_namespace__"):
         return getattr(producer.__array_namespace__(), "from_dlpack", None)
     root = type(producer).__module__.partition(".")[0]
     return None if root == "__main__" else getattr(sys.modules.get(root), "from_dlpack", None)
+
+
+def renew_lock() -> None:
+    """A process forked while another thread holds the lock would wait for it for ever."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=renew_lock)

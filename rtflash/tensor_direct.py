@@ -23,6 +23,7 @@ class Torch(Framework):
         import torch
 
         self.torch = torch
+        self.forward_ad = torch.autograd.forward_ad
         types = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
         names = {value: str(value).removeprefix("torch.") for value in types}
         self.short_names = {value: SHORT_NAMES.get(name, name) for value, name in names.items()}
@@ -104,7 +105,10 @@ class Torch(Framework):
         return self.torch.from_numpy(array.view(np.int16)).view(self.torch.bfloat16)
 
     def needs_grad(self, x: Any) -> bool:
-        return x.requires_grad and self.grad_enabled()
+        if x.requires_grad and self.grad_enabled():
+            return True
+        forward_ad = self.forward_ad
+        return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 class Numpy(Framework):

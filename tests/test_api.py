@@ -215,3 +215,91 @@ def test_packed_inputs_that_require_grad(backend: Backend) -> None:
         rtflash.flash_attn_qkvpacked_func(qkv)
     with pytest.raises(NotImplementedError, match="grad"):
         rtflash.flash_attn_kvpacked_func(qkv[:, :, 0].detach(), qkv[:, :, 1:])
+
+
+@pytest.mark.parametrize("causal", [np.ones(1), np.array(True), "yes", 1.0], ids=str)
+@on_all
+def test_causal_must_be_a_truth_value(backend: Backend, causal: Any) -> None:
+    """An array is refused whole: it may change between two calls, and reading one may block the host."""
+    q = backend.make(np.zeros((1, 4, 2, 64), np.float32))
+    with pytest.raises(TypeError, match="causal is a"):
+        rtflash.flash_attn_func(q, q, q, causal=causal)
+
+
+@on_all
+def test_a_window_may_be_a_list(backend: Backend) -> None:
+    q = backend.make(np.random.default_rng(5).standard_normal((1, 9, 2, 64), np.float32))
+    wanted = backend.to_numpy(rtflash.flash_attn_func(q, q, q, window_size=(3, 0)))
+    for _ in range(2):
+        out = rtflash.flash_attn_func(q, q, q, window_size=[3, 0])
+        np.testing.assert_array_equal(backend.to_numpy(out), wanted)
+
+
+@pytest.mark.parametrize("backend", params("torch-cpu", "torch-cuda"), indirect=True)
+def test_strides_of_single_element_axes_mean_nothing(backend: Backend) -> None:
+    """Odd strides of an axis of one element neither misalign nor move anything."""
+    import torch
+
+    q = backend.make(np.random.default_rng(6).standard_normal((2, 1, 2, 64), np.float32))
+    k = backend.make(np.random.default_rng(7).standard_normal((2, 1, 2, 64), np.float32))
+    odd = [torch.as_strided(x, x.shape, (x.stride(0), 1, x.stride(2), 1)) for x in (q, k)]
+    out = rtflash.flash_attn_func(odd[0], odd[1], odd[1])
+    np.testing.assert_array_equal(backend.to_numpy(out), backend.to_numpy(k))
+
+
+@pytest.mark.parametrize("backend", params("torch-cpu", "torch-cuda"), indirect=True)
+def test_forward_mode_derivatives_are_not_lost(backend: Backend) -> None:
+    import torch
+    from torch.autograd import forward_ad
+
+    q = backend.make(np.zeros((1, 4, 2, 64), np.float32))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="k requires grad"):
+            rtflash.flash_attn_func(q, dual, q)
+        rtflash.flash_attn_func(q, q, q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strided", [(1,), (0, 1, 2)], ids=str)
+def test_copies_of_a_producers_tensors_stay_with_their_library(strided: tuple[int, ...]) -> None:
+    """A DLPack producer's inner-strided tensors are copied, and the result still goes to the producer's library."""
+    import cupy
+    from capsules import CUDA, Producer
+
+    wide = cupy.random.standard_normal((3, 2, 5, 2, 128), dtype="float32").astype("float16")
+    flat = [cupy.ascontiguousarray(x[..., ::2]) for x in wide]
+    wanted = rtflash.flash_attn_func(*flat)
+    given = []
+    for i, (base, packed) in enumerate(zip(wide, flat, strict=True)):
+        source, step = (base, 2) if i in strided else (packed, 1)
+        strides = (*(s // source.itemsize for s in source.strides[:-1]), step)
+        owner = Producer(
+            source, source.data.ptr, 0, packed.shape, strides, device=(CUDA, 0), versioned=True
+        )
+        given.append(owner)
+    out = rtflash.flash_attn_func(*given)
+    assert isinstance(out, cupy.ndarray)
+    cupy.testing.assert_array_equal(out, wanted)
+
+
+@pytest.mark.gpu
+def test_misaligned_slopes_after_aligned_ones() -> None:
+    """The second call has the first one's geometry, but its slopes start between two floats."""
+    import cupy
+
+    q = cupy.random.standard_normal((1, 33, 4, 64), dtype="float32").astype("float16")
+    raw = cupy.zeros(18, cupy.uint8)
+    slopes = cupy.asarray([0.1, 0.2, 0.3, 0.4], cupy.float32)
+    raw[2:] = slopes.view(cupy.uint8)
+    moved = cupy.ndarray((4,), cupy.float32, memptr=raw.data + 2)
+    wanted = rtflash.flash_attn_func(q, q, q, alibi_slopes=slopes)
+    out = rtflash.flash_attn_func(q, q, q, alibi_slopes=moved)
+    cupy.testing.assert_array_equal(out, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "dtype"), [(300, "bf16"), (0, "fp16"), (64, "fp32")])
+def test_warmup_refuses_what_no_call_may_have(head_dim: int, dtype: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"head_dim|fp32"):
+        rtflash.warmup(head_dim, dtype)

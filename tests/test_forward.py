@@ -116,7 +116,7 @@ MASKS: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (40, 9)})
     *(
         Call(head_dim=d, softcap=cap, magnitude=3.0, dtype=dtype, **mask)
         for d, dtype in ((64, "bf16"), (128, "fp16"))
-        for cap in (0.5, 5.0, 50.0)
+        for cap in (0.5, 5.0, 50.0, 1e5, 2.0**60)
         for mask in MASKS
     )
 )
@@ -155,7 +155,7 @@ def test_grouped_heads(backend: Backend, call: Call) -> None:
 @calls(
     *(
         Call(scale=scale, causal=causal, dtype=dtype)
-        for scale in (0.0, -1.0, -0.3, 0.01, 1.0)
+        for scale in (0.0, -1.0, -0.3, 1e-50, 0.01, 1.0)
         for causal, dtype in ((False, "fp16"), (True, "bf16"))
     )
 )

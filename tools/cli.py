@@ -51,7 +51,7 @@ def info() -> None:
     for line in gpus():
         rows.add_row("GPU", line)
     rows.add_row("NVRTC", compiler())
-    rows.add_row("cache", stored())
+    rows.add_row("cache", stored(cache.entries()))
     console.print(rows)
     table = frameless("setting", "value", "from", "meaning")
     for row in settings.describe():
@@ -95,12 +95,12 @@ def compiler() -> str:
         return f"[yellow]missing.[/] {escape(str(error))}"
 
 
-def stored() -> str:
+def stored(entries: list[cache.Listed]) -> str:
     """Number, size and place of the kernels on disk."""
     current = settings.get()
     if not current.cache:
         return "off (RTFLASH_CACHE=0): kernels stay in memory"
-    return escape(f"{kernels(len(cache.entries()))}, {size(cache.size())} in {current.cache_dir}")
+    return escape(f"{kernels(len(entries))}, {size(total(entries))} in {current.cache_dir}")
 
 
 def kernels(count: int) -> str:
@@ -108,11 +108,17 @@ def kernels(count: int) -> str:
     return f"{count} kernel{'' if count == 1 else 's'}"
 
 
+def total(entries: list[cache.Listed]) -> int:
+    """Bytes of the kernels."""
+    return sum(entry.size for entry in entries)
+
+
 @cache_app.command("list")
 def cache_list() -> None:
     """The kernels on disk, the newest last."""
     table = frameless("kernel", "arch", "registers", "size", "made", right=("registers", "size"))
-    for entry in sorted(cache.entries(), key=lambda entry: entry.modified):
+    entries = cache.entries()
+    for entry in sorted(entries, key=lambda entry: entry.modified):
         record: Any = entry.record
         table.add_row(
             escape(entry.folder.name),
@@ -123,17 +129,17 @@ def cache_list() -> None:
         )
     if table.row_count:
         console.print(table)
-    console.print(stored())
+    console.print(stored(entries))
 
 
 @cache_app.command("size")
 def cache_size() -> None:
     """Their number, size and place."""
-    console.print(stored())
+    console.print(stored(cache.entries()))
 
 
 @cache_app.command("clear")
 def cache_clear() -> None:
     """Delete them; other files in the folder stay."""
-    freed = cache.size()
+    freed = total(cache.entries())
     console.print(f"deleted {kernels(cache.clear())}, {size(freed)}")
