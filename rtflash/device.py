@@ -120,7 +120,7 @@ def why_no_gpu() -> str | None:
     try:
         devices = [get(index) for index in range(count)]
     except RuntimeError as error:
-        return f"CUDA cannot tell what GPU it has ({first_line(error)})."
+        return f"CUDA cannot use its GPU ({first_line(error)})."
     if all((device.major, device.minor) < OLDEST for device in devices):
         names = ", ".join(f"{device.name} ({device.arch})" for device in devices)
         return f"{names} is older than sm_75, the least that rtflash's kernels run on."

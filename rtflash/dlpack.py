@@ -1,4 +1,4 @@
-"""DLPack by ctypes: borrow a producer's tensor as a View, and lend memory of ours as a capsule.
+"""DLPack by ctypes: borrow a producer's tensor as a View.
 
 Structures and constants are those of dlpack.h 1.0 (https://dmlc.github.io/dlpack/latest/c_api.html), the protocol
 that of https://dmlc.github.io/dlpack/latest/python_spec.html. Nothing here blocks the host.
@@ -45,7 +45,6 @@ DTYPES = {
 CODES = {name: code for code, name in DTYPES.items()}
 
 MAX_VERSION = (1, 0)
-NO_ORDER = -1  # a consumer's stream=-1: it orders the streams itself
 
 
 class View(NamedTuple):
@@ -267,53 +266,11 @@ def itemsize(dtype: str) -> int:
     return CODES[dtype][1] // 8
 
 
-class Export:
-    """Memory of ours as a DLPack producer: any framework's `from_dlpack` takes it without a copy.
-
-    The capsules are NumPy's or CuPy's own, with the element type corrected where those do not know it (bf16). Their
-    destructor and deleter are C code: in Python, one that runs while an exception is on its way would swallow it.
-
-    Parameters
-    ----------
-    array : numpy.ndarray or cupy.ndarray over the memory, elements as raw bits where the dtype is bf16; kept alive
-        until the consumer is done.
-    dtype : "fp16", "bf16", ... of the elements.
-    index : CUDA device, -1 = host.
-    stream : the CUDA stream on which the memory is written; what it holds when a consumer asks is waited for.
-    """
-
-    def __init__(self, array: Any, dtype: str, index: int = -1, stream: int = 0) -> None:
-        self.array = array
-        self.dtype = dtype
-        self.index = index
-        self.stream = stream
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (CPU, 0) if self.index < 0 else (CUDA, self.index)
-
-    def __dlpack__(
-        self,
-        *,
-        stream: int | None = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> object:
-        here = self.__dlpack_device__()
-        if copy or (dl_device is not None and (int(dl_device[0]), int(dl_device[1])) != here):
-            raise BufferError(
-                f"rtflash lends memory where it is, on DLPack device {here}, without a copy"
-            )
-        if self.index >= 0 and stream != NO_ORDER:
-            order(self.stream, stream or LEGACY_STREAM, self.index)
-        ordered = {"stream": NO_ORDER} if self.index >= 0 else {}
-        try:
-            capsule = self.array.__dlpack__(**ordered, max_version=max_version)
-        except TypeError:  # NumPy before 2.1, CuPy before 14
-            capsule = self.array.__dlpack__(**ordered)
-        for name, _, structure in (VERSIONED, UNVERSIONED):
-            if _capsule_is(capsule, name):
-                struct: Any = structure.from_address(_capsule_pointer(capsule, name))
-                struct.dl_tensor.dtype.code = CODES[self.dtype][0]
-                struct.dl_tensor.device = DLDevice(*here)
-        return capsule
+def relabel(capsule: object, dtype: str, device: tuple[int, int]) -> object:
+    """A fresh capsule, its element type and device corrected to a View's dtype of the same size and a DLPack device."""
+    for name, _, structure in (VERSIONED, UNVERSIONED):
+        if _capsule_is(capsule, name):
+            struct: Any = structure.from_address(_capsule_pointer(capsule, name))
+            struct.dl_tensor.dtype.code = CODES[dtype][0]
+            struct.dl_tensor.device = DLDevice(*device)
+    return capsule

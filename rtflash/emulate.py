@@ -42,8 +42,11 @@ ARCH = "sm_90a"
 MAX_COUNTS = 4096
 MAX_FINDINGS = 100
 # Byte states of a tensor: see struct Buffer.
-PADDING, ELEMENT, WRITTEN = 0, 1, 2
-POISON = 0x7F  # 0x7f7f is a NaN in fp16 and in bf16, 0x7f7f7f7f a huge fp32
+PADDING, ELEMENT = 0, 1
+POISON = 0x7F  # 0x7f7f is a NaN in fp16, and huge in bf16 and fp32
+GUARD = 1 << 20  # bytes before and after a tensor; the system gives them no memory
+ALIGNMENT = 256
+POINTERS = launch.POINTER_FIELDS
 
 
 def forward(
@@ -119,21 +122,21 @@ def run(
         As `cxx.library`.
     """
     p = problem
-    out = poisoned((p.batch, p.seqlen_q, p.heads, p.head_dim_v), q.dtype)
-    lse = poisoned((p.batch, p.heads, p.seqlen_q), np.dtype(np.float32))
+    out = np.empty((p.batch, p.seqlen_q, p.heads, p.head_dim_v), q.dtype)
+    lse = np.empty((p.batch, p.heads, p.seqlen_q), np.float32)
+    tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse}
+    if alibi_slopes is not None:
+        tensors["alibi_slopes"] = np.asarray(alibi_slopes, np.float32)
     blocks = -(-p.seqlen_q // spec.block_m) * p.batch * p.heads
     grid = select.Grid(
         blocks=blocks, threads=spec.threads, shared_bytes=spec.shared_bytes, section=section
     )
-    slopes = None if alibi_slopes is None else np.asarray(alibi_slopes, np.float32)
-    tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse}
-    if slopes is not None:
-        tensors["alibi_slopes"] = slopes
-    pointers = [x.ctypes.data for x in tensors.values()]
-    params = launch.POINTERS.pack(*pointers, *[0] * (len(launch.POINTER_FIELDS) - len(pointers)))
-    slopes_view = None if slopes is None else view(slopes)
-    params += launch.scalars(p, grid, view(q), view(k), view(v), slopes_view)
-    report = start(spec, grid, params, tensors, seed, workers, templates)
+    placed = {name: Guarded(x, written=name in ("o", "lse")) for name, x in tensors.items()}
+    pointers = [placed[name].array.ctypes.data if name in placed else 0 for name in POINTERS]
+    slopes = view(tensors["alibi_slopes"]) if "alibi_slopes" in tensors else None
+    params = launch.POINTERS.pack(*pointers)
+    params += launch.scalars(p, grid, view(q), view(k), view(v), slopes)
+    report = start(spec, grid, params, placed, seed, workers, templates)
     if check and report.findings:
         raise EmulationError(report)
     return report
@@ -143,18 +146,17 @@ def start(
     spec: Spec,
     grid: select.Grid,
     params: bytes,
-    tensors: dict[str, Array],
+    tensors: dict[str, Guarded],
     seed: int,
     workers: int,
     templates: Path | None,
 ) -> Report:
-    """Launch; `tensors` by the names of Params' pointers, "o" and "lse" being written."""
-    maps = {name: byte_map(x) for name, x in tensors.items()}
+    """Launch; `tensors` by the names of Params' pointers."""
     buffers = (CBuffer * len(tensors))()
-    for buffer, (name, (begin, states)) in zip(buffers, maps.items(), strict=True):
-        buffer.name, buffer.begin = name.encode(), begin
-        buffer.size, buffer.valid = states.size, states.ctypes.data
-        buffer.writable = name in ("o", "lse")
+    for buffer, (name, tensor) in zip(buffers, tensors.items(), strict=True):
+        buffer.name, buffer.begin = name.encode(), tensor.begin
+        buffer.size, buffer.valid = tensor.states.size, tensor.states.ctypes.data
+        buffer.writable = tensor.written
     counts, findings = (CCount * MAX_COUNTS)(), (CFinding * MAX_FINDINGS)()
     packed = ctypes.create_string_buffer(params, len(params))
     described = CLaunch(
@@ -174,39 +176,53 @@ def start(
     if grid.blocks > 0:
         cxx.library(spec, templates).rtflash_launch(ctypes.addressof(described))
     found = read_findings(described)
-    for name in ("o", "lse"):
-        unwritten = int((maps[name][1] == ELEMENT).sum())
+    for name, tensor in tensors.items():
+        unwritten = int((tensor.states == ELEMENT).sum()) if tensor.written else 0
         if unwritten:
             what = f"{unwritten} bytes of an output that nobody wrote"
             found.append(Finding(what, Place("", 0, name)))
     return Report(
         spec=spec,
-        out=tensors["o"],
-        lse=tensors["lse"],
+        out=tensors["o"].array.copy(),
+        lse=tensors["lse"].array.copy(),
         findings=tuple(found),
         counts=tuple(read_counts(described)),
         traffic={b.name.decode(): Traffic(b.bytes_read, b.bytes_written) for b in buffers},
     )
 
 
-def byte_map(array: Array) -> tuple[int, NDArray[np.uint8]]:
-    """(address, states): the first byte of an array's elements, and the state of each byte on."""
-    if array.size == 0:
-        return array.ctypes.data, np.zeros(0, np.uint8)
-    reach = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
-    below = -sum(step for step in reach if step < 0)
-    above = sum(step for step in reach if step > 0) + array.itemsize
-    states = np.full(below + above, PADDING, np.uint8)
-    shape, steps = (*array.shape, array.itemsize), (*array.strides, 1)
-    as_strided(states[below:], shape, steps)[...] = ELEMENT
-    return array.ctypes.data - below, states
+class Guarded:
+    """A copy of a tensor, far from every other one, with poison between its elements.
 
+    Strides are the same, and so is the address modulo ALIGNMENT.
 
-def poisoned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A new row-major array of poison."""
-    array = np.empty(shape, dtype)
-    array.view(np.uint8).reshape(-1)[...] = POISON
-    return array
+    Attributes
+    ----------
+    array : the copy; poison if the kernel is to write it.
+    written : whether it is.
+    begin : address of the first byte of any element.
+    states : of each byte from `begin` on, see struct Buffer.
+    """
+
+    def __init__(self, array: Array, written: bool) -> None:
+        reach = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
+        below = -sum(step for step in reach if step < 0)
+        above = sum(step for step in reach if step > 0) + array.itemsize
+        size = below + above if array.size else 0
+        memory = np.empty(size + 2 * GUARD + ALIGNMENT, np.uint8)
+        first = GUARD + (array.ctypes.data - below - memory.ctypes.data - GUARD) % ALIGNMENT
+        inside = memory[first : first + size]
+        inside[...] = POISON
+        self.written = written
+        self.begin = inside.ctypes.data
+        self.states = np.full(size, PADDING, np.uint8)
+        self.array = np.ndarray(array.shape, array.dtype, memory, first + below, array.strides)
+        if size:
+            as_strided(self.states[below:], (*array.shape, array.itemsize), (*array.strides, 1))[
+                ...
+            ] = ELEMENT
+            if not written:
+                self.array[...] = array
 
 
 def view(array: Array) -> View:

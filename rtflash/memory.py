@@ -1,4 +1,4 @@
-"""NumPy and CuPy arrays over memory that somebody else owns."""
+"""NumPy and CuPy arrays over memory that somebody else owns, and such arrays lent to any library by DLPack."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from .dlpack import Export, View, itemsize
-from .streams import keep
+from .dlpack import CPU, CUDA, View, itemsize, relabel
+from .streams import LEGACY_STREAM, keep, order
 from .tensor_base import bits_dtype
+
+NO_ORDER = -1  # a consumer's stream=-1: it orders the streams itself
 
 
 class HostMemory:
@@ -65,6 +67,53 @@ def packed(view: View, owner: object) -> Any:
     Bytes need no alignment, and no dtype that CuPy would have to know.
     """
     return over_device(view, owner, np.dtype(np.uint8)).copy(order="C")
+
+
+class Export:
+    """Memory of ours as a DLPack producer: any framework's `from_dlpack` takes it without a copy.
+
+    The capsules are NumPy's or CuPy's own, with the element type corrected where those do not know it (bf16). Their
+    destructor and deleter are C code: in Python, one that runs while an exception is on its way would swallow it.
+
+    Parameters
+    ----------
+    array : numpy.ndarray or cupy.ndarray over the memory, elements as raw bits where the dtype is bf16; kept alive
+        until the consumer is done.
+    dtype : "fp16", "bf16", ... of the elements.
+    index : CUDA device, -1 = host.
+    stream : the CUDA stream on which the memory is written; what it holds when a consumer asks is waited for.
+    """
+
+    def __init__(self, array: Any, dtype: str, index: int = -1, stream: int = 0) -> None:
+        self.array = array
+        self.dtype = dtype
+        self.index = index
+        self.stream = stream
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (CPU, 0) if self.index < 0 else (CUDA, self.index)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        here = self.__dlpack_device__()
+        if copy or (dl_device is not None and (int(dl_device[0]), int(dl_device[1])) != here):
+            raise BufferError(
+                f"rtflash lends memory where it is, on DLPack device {here}, without a copy"
+            )
+        if self.index >= 0 and stream != NO_ORDER:
+            order(self.stream, stream or LEGACY_STREAM, self.index)
+        ordered = {"stream": NO_ORDER} if self.index >= 0 else {}
+        try:
+            capsule = self.array.__dlpack__(**ordered, max_version=max_version)
+        except TypeError:  # NumPy before 2.1, CuPy before 14
+            capsule = self.array.__dlpack__(**ordered)
+        return relabel(capsule, self.dtype, here)
 
 
 def packed_export(view: View, stream: int) -> Export:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from . import dlpack
-from .dlpack import Export, View
+from .dlpack import View
+from .memory import Export
 from .tensor_base import Framework
 from .tensor_direct import Cupy, Numpy, Torch
 from .tensor_dlpack import Jax, Producer

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from . import dlpack, streams
-from .dlpack import Borrowed, Export, View
-from .memory import over_device, over_host, packed_export
+from .dlpack import Borrowed, View
+from .memory import Export, over_device, over_host, packed_export
 from .tensor_base import Framework, bfloat16, bits_dtype, numpy_dtype
 from .tensor_direct import Numpy
 

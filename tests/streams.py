@@ -9,6 +9,8 @@ from typing import Any
 
 from backends import Backend
 
+from rtflash.streams import cupy_stream
+
 # Clock cycles: 10 ms at 2 GHz, far above any call's host time.
 SLEEP_CYCLES = 20_000_000
 
@@ -45,14 +47,16 @@ def side_stream(backend: Backend) -> Iterator[SideStream]:
     else:
         import cupy
 
-        cupy_stream = cupy.cuda.Stream(non_blocking=True)
-        with cupy_stream:
-            yield SideStream(cupy_sleep, lambda: cupy_stream.done, cupy_stream.synchronize)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            sleep = functools.partial(spin, stream.ptr, SLEEP_CYCLES)
+            yield SideStream(sleep, lambda: stream.done, stream.synchronize)
 
 
-def cupy_sleep() -> None:
-    """Keep CuPy's current stream busy."""
-    spin_kernel()((1,), (1,), (SLEEP_CYCLES,))
+def spin(stream: int, cycles: int = 100_000_000) -> None:
+    """Keep a stream, given by its raw handle, busy for a number of clock cycles; the default takes about 50 ms."""
+    with cupy_stream(stream):
+        spin_kernel()((1,), (1,), (cycles,))
 
 
 @functools.cache

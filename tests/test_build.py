@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
@@ -254,6 +255,48 @@ def test_case_b35_sixteen_threads_compile_each_kernel_once(monkeypatch):
     assert all(kernel.spec == (SMALL if n % 2 else OTHER) for n, kernel in enumerate(kernels))
     assert build.is_loaded(SMALL, gpu)
     assert not build.is_loaded(Spec("fp16", 8, 8, 32, 16, 2, 1, isa=75), gpu)
+
+
+class FakeModule:
+    """cupy.RawModule and its kernel without a driver: `kernel` is what the file holds when it is first asked for."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def get_function(self, name: str) -> FakeModule:
+        return self
+
+    @functools.cached_property
+    def kernel(self) -> bytes:
+        data = self.path.read_bytes()
+        if not data:
+            raise OSError("the driver refuses the file")
+        return data
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
+def test_checked_bytes_are_loaded_where_their_file_has_changed(monkeypatch, damage):
+    """As by `rtflash cache clear` of another process between the check and the driver's reading."""
+    import cupy
+
+    made = build.artifact(SMALL, "sm_80")
+
+    def module(path: str) -> FakeModule:
+        if Path(path).parent == made.folder:
+            damage(Path(path))
+        return FakeModule(path)
+
+    monkeypatch.setattr(cupy, "RawModule", module)
+    assert build.raw_kernel(made).kernel == made.cubin
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"\x7fELF")])
+def test_a_changed_file_does_not_matter_on_the_device(damage):
+    gpu = device.get(0)
+    made = build.artifact(SMALL, nvrtc.target_arch(gpu))
+    damage(made.folder / build.binary_file(made.arch))
+    assert build.load(made, gpu).function != 0
 
 
 def test_a_failed_compilation_leaves_no_lock(monkeypatch):

@@ -241,7 +241,7 @@ def test_old_temporary_folders_go_and_new_ones_stay(place):
 
 def test_list_size_and_clear(folder, place):
     assert cache.entries() == []
-    assert cache.size() == cache.clear() == 0
+    assert cache.clear() == 0
     make, _ = counted()
     cache.obtain(place, make)
     damaged = cache.folder(NAME, "0" * 12)
@@ -258,17 +258,29 @@ def test_list_size_and_clear(folder, place):
     assert listed[place].record == {"arch": "sm_80"}
     assert listed[damaged].record == {}
     assert listed[place].size > 1000
-    assert cache.size() == sum(entry.size for entry in listed.values())
     assert cache.clear() == 2
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
 def test_failed_source_goes_to_the_temporary_folder_without_a_cache(monkeypatch, tmp_path, folder):
-    monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "cache").write_text("in the way")
     assert cache.keep_failed(NAME, KEY, "int a").read_text() == "int a"
     monkeypatch.setenv("RTFLASH_CACHE", "0")
-    assert cache.keep_failed(NAME, KEY, "int b") == tmp_path / f"{NAME}.{KEY}.cu"
+    kept = cache.keep_failed(NAME, KEY, "int b")
+    assert (kept.parent, kept.suffix, kept.read_text()) == (tmp_path, ".cu", "int b")
+    assert kept.name.startswith(f"{NAME}.{KEY}.")
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path / "missing"))
+    assert cache.keep_failed(NAME, KEY, "int c") is None
+
+
+def test_failed_source_follows_no_link_that_others_put(monkeypatch, tmp_path):
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("RTFLASH_CACHE", "0")
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / f"{NAME}.{KEY}.cu").symlink_to(tmp_path / "precious")
+    assert cache.keep_failed(NAME, KEY, "int a").read_text() == "int a"
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 WORKER = """

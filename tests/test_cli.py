@@ -89,6 +89,16 @@ def test_cache_commands():
     assert "0 kernels" in run("cache", "list").output
 
 
+@pytest.mark.parametrize("command", ["list", "size", "clear"])
+def test_cache_commands_read_the_cache_once(monkeypatch, command):
+    place = cache.folder("rtflash_forward_test", "0123456789ab")
+    cache.store(place, cache.Entry({"kernel.cu": b"//"}, {"arch": "sm_80"}))
+    load, loaded = cache.load, []
+    monkeypatch.setattr(cache, "load", lambda place: loaded.append(place) or load(place))
+    assert "1 kernel, " in run("cache", command).output
+    assert loaded == [place]
+
+
 def test_demo_is_right_here():
     result = run("demo")
     assert result.exit_code == 0, result.output

@@ -60,7 +60,7 @@ def fake_cupy(monkeypatch, count, nvrtc_version=lambda: (13, 0)):
 
 
 def raises(message):
-    def function():
+    def function(*_):
         raise RuntimeError(message)
 
     return function
@@ -100,6 +100,13 @@ def test_no_nvrtc(monkeypatch):
     fake_cupy(monkeypatch, lambda: 1, raises("libnvrtc.so is not found"))
     monkeypatch.setattr(device, "get", lambda index: fake(9, 0))
     assert "NVRTC, which compiles the kernels, cannot be loaded" in device.why_no_gpu()
+
+
+def test_a_device_that_cannot_be_asked_is_a_reason(monkeypatch):
+    fake_cupy(monkeypatch, lambda: 1)
+    monkeypatch.setattr(device, "get", raises("cudaErrorDevicesUnavailable: busy\nmore"))
+    reason = device.why_no_gpu()
+    assert reason == "CUDA cannot use its GPU (cudaErrorDevicesUnavailable: busy)."
 
 
 @pytest.mark.gpu

@@ -2,94 +2,37 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import struct
 import weakref
 from typing import Any
 
 import numpy as np
 import pytest
+from capsules import Producer
+from streams import spin
 
 from rtflash import dlpack, memory, streams
-from rtflash.dlpack import Export, View
+from rtflash.dlpack import View
+from rtflash.memory import Export
 
 CPU, CUDA = (1, 0), (2, 0)
 FP16, BF16, FP32 = (2, 16, 1), (4, 16, 1), (2, 32, 1)
 VERSIONS = pytest.mark.parametrize("versioned", [False, True], ids=["unversioned", "versioned"])
 
 
-lent: list[Handmade] = []  # never freed: a consumer may call a deleter at any later time
-
-
-class Handmade:
-    """A DLPack producer written byte by byte, apart from rtflash's structures; `deleted` counts deleter calls.
-
-    An unversioned one takes no keyword but `stream`, as before DLPack 1.0; `keywords` are those of its last request.
-    """
-
-    def __init__(
-        self,
-        data: int,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...] | None = None,
-        *,
-        dtype: tuple[int, int, int] = FP16,
-        byte_offset: int = 0,
-        device: tuple[int, int] = CPU,
-        versioned: bool = True,
-        version: tuple[int, int] = (1, 0),
-        flags: int = 0,
-    ) -> None:
-        self.device, self.versioned, self.deleted = device, versioned, 0
-        self.keywords: dict[str, Any] = {}
-        arrays = [
-            None if values is None else (ctypes.c_int64 * len(values))(*values)
-            for values in (shape, strides)
-        ]
-        addresses = [0 if array is None else ctypes.addressof(array) for array in arrays]
-        tensor = struct.pack(
-            "<QiiiBBHQQQ", data, *device, len(shape), *dtype, *addresses, byte_offset
-        )
-        deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.count)
-        manager = (0, ctypes.cast(deleter, ctypes.c_void_p).value)
-        if versioned:
-            packed = struct.pack("<IIQQQ", *version, *manager, flags) + tensor
-        else:
-            packed = tensor + struct.pack("<QQ", *manager)
-        self.block = ctypes.create_string_buffer(packed, len(packed))
-        self.kept = (arrays, deleter)
-
-    def count(self, address: int) -> None:
-        assert address == ctypes.addressof(self.block)
-        self.deleted += 1
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.device
-
-    def __dlpack__(self, **keywords: Any) -> Any:
-        if not self.versioned and keywords.keys() - {"stream"}:
-            raise TypeError(f"unexpected keyword arguments {sorted(keywords)}")
-        self.keywords = keywords
-        lent.append(self)
-        name = DLTENSOR_VERSIONED if self.versioned else DLTENSOR
-        return new_capsule(ctypes.addressof(self.block), name, None)
-
-
-# A capsule keeps its name's address.
-DLTENSOR, DLTENSOR_VERSIONED = b"dltensor", b"dltensor_versioned"
-new_capsule = ctypes.PYFUNCTYPE(
-    ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
-)(("PyCapsule_New", ctypes.pythonapi))
-
-
-def spin_kernel() -> Any:
-    """A kernel that keeps its stream busy for a number of clock cycles."""
-    import cupy
-
-    return cupy.RawKernel(
-        'extern "C" __global__ void spin(long long n) { long long s = clock64(); while (clock64() - s < n) {} }',
-        "spin",
+def handmade(
+    data: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
+    *,
+    byte_offset: int = 0,
+    dtype: tuple[int, int, int] = FP16,
+    **options: Any,
+) -> Producer:
+    """A producer over memory that the test keeps alive."""
+    code, bits, lanes = dtype
+    return Producer(
+        None, data, byte_offset, shape, strides, code=code, bits=bits, lanes=lanes, **options
     )
 
 
@@ -101,7 +44,7 @@ def buffer(elements: int = 64) -> np.ndarray:
 @pytest.mark.parametrize("byte_offset", [0, 2, 6, 16, 34])
 def test_case_b15_byte_offset(versioned: bool, byte_offset: int) -> None:
     values = buffer()
-    made = Handmade(
+    made = handmade(
         values.ctypes.data, (2, 4), (8, 1), byte_offset=byte_offset, versioned=versioned
     )
     view = dlpack.borrow(made, None)
@@ -116,7 +59,7 @@ def test_odd_byte_offset(versioned: bool) -> None:
     raw = np.zeros(65, np.uint8)
     raw[1:].view(np.float16)[:] = np.arange(32)
     view = dlpack.borrow(
-        Handmade(raw.ctypes.data, (4, 8), byte_offset=1, versioned=versioned), None
+        handmade(raw.ctypes.data, (4, 8), byte_offset=1, versioned=versioned), None
     )
     assert view.ptr == raw.ctypes.data + 1
     np.testing.assert_array_equal(
@@ -131,13 +74,13 @@ def test_odd_byte_offset(versioned: bool) -> None:
 def test_null_strides_are_row_major(
     versioned: bool, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> None:
-    view = dlpack.borrow(Handmade(buffer().ctypes.data, shape, versioned=versioned), None)
+    view = dlpack.borrow(handmade(buffer().ctypes.data, shape, versioned=versioned), None)
     assert (view.shape, view.strides) == (shape, strides)
 
 
 def test_negative_strides() -> None:
     values = buffer(12)
-    view = dlpack.borrow(Handmade(values.ctypes.data, (3, 4), (-4, 1), byte_offset=16), None)
+    view = dlpack.borrow(handmade(values.ctypes.data, (3, 4), (-4, 1), byte_offset=16), None)
     np.testing.assert_array_equal(memory.over_host(view, view), values.reshape(3, 4)[::-1])
     assert memory.extent(view) == (values.ctypes.data, values.nbytes)
 
@@ -157,14 +100,14 @@ def test_negative_strides() -> None:
     ],
 )
 def test_dtypes(dtype: tuple[int, int, int], name: str) -> None:
-    assert dlpack.borrow(Handmade(buffer().ctypes.data, (2, 2), dtype=dtype), None).dtype == name
+    assert dlpack.borrow(handmade(buffer().ctypes.data, (2, 2), dtype=dtype), None).dtype == name
 
 
 @pytest.mark.parametrize(
     ("device", "index"), [((1, 0), -1), ((3, 0), -1), ((2, 1), 1), ((13, 0), 0)], ids=str
 )
 def test_devices(device: tuple[int, int], index: int) -> None:
-    made = Handmade(buffer().ctypes.data, (2, 2), device=device)
+    made = handmade(buffer().ctypes.data, (2, 2), device=device)
     assert dlpack.device(made) == index
     assert dlpack.borrow(made, None).device == index
 
@@ -184,7 +127,7 @@ def test_devices(device: tuple[int, int], index: int) -> None:
 def test_refusals_give_the_tensor_back(
     versioned: bool, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    made = Handmade(
+    made = handmade(
         **{"data": buffer().ctypes.data, "shape": (2, 2), "versioned": versioned, **options}
     )
     with pytest.raises(error, match=message):
@@ -194,7 +137,7 @@ def test_refusals_give_the_tensor_back(
 
 
 def test_unknown_major_version() -> None:
-    made = Handmade(buffer().ctypes.data, (2, 2), version=(2, 1))
+    made = handmade(buffer().ctypes.data, (2, 2), version=(2, 1))
     with pytest.raises(TypeError, match=r"v came as DLPack 2\.1"):
         dlpack.borrow(made, None, "v")
     gc.collect()
@@ -202,7 +145,7 @@ def test_unknown_major_version() -> None:
 
 
 def test_no_elements_need_no_address() -> None:
-    view = dlpack.borrow(Handmade(0, (2, 0, 4), byte_offset=3), None)
+    view = dlpack.borrow(handmade(0, (2, 0, 4), byte_offset=3), None)
     assert (view.ptr, view.shape, view.strides) == (0, (2, 0, 4), (0, 4, 1))
     assert memory.over_host(view, view).shape == (2, 0, 4)
 
@@ -210,12 +153,12 @@ def test_no_elements_need_no_address() -> None:
 def test_read_only_is_accepted() -> None:
     values = buffer(4)
     values.flags.writeable = False
-    assert dlpack.borrow(Handmade(values.ctypes.data, (4,), flags=1), None).shape == (4,)
+    assert dlpack.borrow(handmade(values.ctypes.data, (4,), flags=1), None).shape == (4,)
 
 
 @VERSIONS
 def test_deleter_runs_once_after_the_last_user(versioned: bool) -> None:
-    made = Handmade(buffer().ctypes.data, (2, 2), versioned=versioned)
+    made = handmade(buffer().ctypes.data, (2, 2), versioned=versioned)
     view = dlpack.borrow(made, None)
     array = memory.over_host(view, view)
     part = array[0]
@@ -229,8 +172,8 @@ def test_deleter_runs_once_after_the_last_user(versioned: bool) -> None:
 
 @VERSIONS
 def test_a_capsule_is_consumed_once(versioned: bool) -> None:
-    made = Handmade(buffer().ctypes.data, (2, 2), versioned=versioned)
-    capsule = made.__dlpack__()
+    made = handmade(buffer().ctypes.data, (2, 2), versioned=versioned)
+    capsule = made.__dlpack__(**({"max_version": (1, 0)} if versioned else {}))
     _, owner = dlpack.consume(capsule, "q")
     assert f"used_dltensor{'_versioned' * versioned}" in repr(capsule)
     with pytest.raises(ValueError, match="q's __dlpack__ gave a capsule that was consumed before"):
@@ -258,15 +201,15 @@ def test_not_a_capsule() -> None:
 )
 def test_request(versioned: bool, stream: int | None, keywords: dict[str, Any]) -> None:
     """Keywords that a producer does not know are left out; CUDA's stream 0 goes by the protocol's name for it, 1."""
-    made = Handmade(buffer().ctypes.data, (2, 2), device=CUDA, versioned=versioned)
+    made = handmade(buffer().ctypes.data, (2, 2), device=CUDA, versioned=versioned)
     dlpack.borrow(made, stream)
     assert made.keywords == keywords
 
 
 def test_request_without_stream_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
     """A producer that takes no stream has its tensor ready for the legacy default stream: ours waits for that one."""
-    made = Handmade(buffer().ctypes.data, (2, 2), device=(2, 3))
-    monkeypatch.setattr(Handmade, "__dlpack__", lambda self, give=Handmade.__dlpack__: give(self))
+    made = handmade(buffer().ctypes.data, (2, 2), device=(2, 3))
+    monkeypatch.setattr(Producer, "__dlpack__", lambda self, give=Producer.__dlpack__: give(self))
     calls: list[tuple[int, ...]] = []
     monkeypatch.setattr(dlpack, "order", lambda *arguments: calls.append(arguments))
     dlpack.borrow(made, 77)
@@ -364,7 +307,7 @@ def test_gpu_case_b15_byte_offset(versioned: bool, byte_offset: int) -> None:
     import cupy
 
     values = cupy.arange(256, dtype=cupy.uint16).view(cupy.float16)
-    made = Handmade(
+    made = handmade(
         values.data.ptr, (2, 64), device=CUDA, byte_offset=byte_offset, versioned=versioned
     )
     view = dlpack.borrow(made, cupy.cuda.get_current_stream().ptr)
@@ -391,7 +334,7 @@ def test_gpu_packed_copies(byte_offset: int, strides: tuple[int, int]) -> None:
     raw = np.random.default_rng(0).integers(0, 256, 1024, np.uint8)
     there = cupy.asarray(raw)
     first = byte_offset + (128 if strides[0] < 0 else 0)
-    made = Handmade(there.data.ptr, (2, 64), strides, device=CUDA, byte_offset=first, dtype=BF16)
+    made = handmade(there.data.ptr, (2, 64), strides, device=CUDA, byte_offset=first, dtype=BF16)
     view = dlpack.borrow(made, 0)
     got = memory.packed_export(view, cupy.cuda.get_current_stream().ptr)
     assert got.array.flags.c_contiguous
@@ -405,13 +348,12 @@ def test_gpu_order_and_export_to_torch() -> None:
     cupy, torch = pytest.importorskip("cupy"), pytest.importorskip("torch")
     ours = cupy.cuda.Stream(non_blocking=True)
     theirs = torch.cuda.Stream()
-    spin = spin_kernel()
-    spin((1,), (1,), (1000,))
+    spin(ours.ptr, 1000)
     torch.zeros(1, device="cuda")
     for attempt in range(10):
         with ours:
             array = cupy.zeros(1 << 20, cupy.uint16)
-            spin((1,), (1,), (100_000_000,))
+            spin(ours.ptr)
             array.fill(0x3F80)
         with torch.cuda.stream(theirs):
             got = torch.from_dlpack(Export(array, "bf16", 0, ours.ptr))
@@ -427,11 +369,9 @@ def test_gpu_keep() -> None:
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
-    spin = spin_kernel()
     owners = [buffer(), buffer()]
     alive = [weakref.ref(owner) for owner in owners]
-    with stream:
-        spin((1,), (1,), (50_000_000,))
+    spin(stream.ptr)
     streams.keep(owners.pop(0), stream.ptr, 0)
     streams.keep(buffer(), stream.ptr, 0)
     assert alive[0]() is not None

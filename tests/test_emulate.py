@@ -18,6 +18,7 @@ from calls import Call, solved
 from compare import check, check_lse
 from layouts import encode
 from numpy.typing import NDArray
+from schedule import check_traffic
 
 import rtflash
 from rtflash import cxx, device, emulate, render, select
@@ -134,17 +135,6 @@ def test_no_bank_conflicts(arch: str, head_dim: int) -> None:
     assert report.instructions["ldmatrix.x4"] > 0
 
 
-def visible_rows(spec: Spec, problem: Problem, first: int) -> int:
-    """Rows of the key tiles that the query tile from row `first` on sees."""
-    p = problem
-    shift = p.seqlen_k - p.seqlen_q
-    last = min(first + spec.block_m, p.seqlen_q) - 1
-    end = p.seqlen_k if p.window_right < 0 else min(p.seqlen_k, last + shift + p.window_right + 1)
-    begin = 0 if p.window_left < 0 else max(first + shift - p.window_left, 0)
-    n_begin, n_end = begin // spec.block_n, -(-max(end, 0) // spec.block_n)
-    return max(0, min(n_end * spec.block_n, p.seqlen_k) - n_begin * spec.block_n)
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "call",
@@ -158,25 +148,7 @@ def visible_rows(spec: Spec, problem: Problem, first: int) -> int:
     ids=lambda call: call.id,
 )
 def test_traffic_is_what_the_schedule_needs(arch: str, call: Call) -> None:
-    """A CTA reads its query rows once and each visible key tile once, and writes its rows of O and LSE once."""
-    report = attend(call, arch)
-    spec, p = report.spec, call.problem()
-    pairs = p.batch * p.heads
-    firsts = range(0, p.seqlen_q, spec.block_m)
-    keys = {first: visible_rows(spec, p, first) for first in firsts}
-    query_rows = sum(min(spec.block_m, p.seqlen_q - first) for first in firsts if keys[first])
-    key_rows = sum(keys.values())
-    read = {name: traffic.read for name, traffic in report.traffic.items()}
-    assert read == {
-        "q": pairs * query_rows * p.head_dim * 2,
-        "k": pairs * key_rows * p.head_dim * 2,
-        "v": pairs * key_rows * p.head_dim_v * 2,
-        "o": 0,
-        "lse": 0,
-    }
-    written = {name: traffic.written for name, traffic in report.traffic.items()}
-    sizes = {"o": report.out.nbytes, "lse": report.lse.nbytes}
-    assert written == {"q": 0, "k": 0, "v": 0, **sizes}
+    check_traffic(attend(call, arch), call.problem())
 
 
 # Misdeeds: small kernels, each a case of a switch over window_left.
@@ -252,7 +224,7 @@ FAULTS = {
     "misaligned load": ("load_global_4(params.q + 1);", "misaligned in global memory"),
     "before q": ("load_global_16(v, params.q - 8);", "outside the tensors"),
     "copy past q": (
-        f"cp_async_16({CHUNK}, params.q + 2 * params.q_strides.batch);",
+        f"cp_async_16({CHUNK}, params.q + 32 * params.q_strides.row);",
         "outside the tensors",
     ),
     "padding": ("load_global_2(params.q + 64);", "between the elements of a tensor"),
@@ -422,7 +394,8 @@ def test_conversions(tmp_path: Path, dtype: str) -> None:
         spec, problem, q, q[:, :, :1], q[:, :, :1], x, check=False, templates=folder
     )
     got = report.out.view(np.uint16).reshape(-1)
-    wanted = encode(x, dtype)
+    with np.errstate(over="ignore"):
+        wanted = encode(x, dtype)
     finite = ~np.isnan(x)
     np.testing.assert_array_equal(got[finite], wanted[finite])
     assert (got[~finite] == 0x7FFF).all()

@@ -170,6 +170,31 @@ def test_bad_options_are_refused(wrong):
     assert wrong[1] in result.output
 
 
+def test_lengths_are_a_list(fake):
+    fake()
+    options = ("--arch", "sm_80", "--head-dim", "64", "--mask", "full")
+    assert "variants: 1," in run(*options, "--length", "even").output
+    assert "variants: 2," in run(*options, "--length", "even,odd").output
+    assert "variants: 4," in run(*options, "--length", "odd,all").output
+
+
+@pytest.mark.parametrize(
+    "given", [("--dtype", "fp16"), ("--head-dim", "64"), ("--mask", "full"), ("--length", "even")]
+)
+def test_table_goes_with_no_choice_of_calls(fake, given):
+    fake()
+    result = run("--table", "--arch", "sm_75", *given)
+    assert result.exit_code == 2
+    assert given[0] in result.output
+
+
+def test_table_compiles_the_table(fake):
+    fake()
+    result = run("--table", "--arch", "sm_75")
+    assert result.exit_code == 0, result.output
+    assert f"variants: {len(generate.table_variants(['sm_75']))}," in result.output
+
+
 def test_sass_counts_instructions():
     text = """
 .text.kernel_one:

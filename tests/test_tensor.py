@@ -6,14 +6,19 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+from streams import spin
 
-from rtflash import memory, streams, tensor
-from rtflash.dlpack import Export, View, row_major
+from rtflash import memory, tensor
+from rtflash.dlpack import View, row_major
+from rtflash.memory import Export
 from rtflash.tensor_base import numpy_dtype
 
 BF16_ONES = 0x3F80
@@ -48,7 +53,7 @@ class Lent:
 # Recognition
 
 
-@pytest.mark.parametrize("x", [None, 3.0, [[1.0]], "q", np.float16(1), object()], ids=repr)
+@pytest.mark.parametrize("x", [None, 3.0, [[1.0]], "q", np.float16(1), object()], ids=type)
 def test_not_a_tensor(x: Any) -> None:
     with pytest.raises(TypeError, match=r"^k is a .*; it must be a torch\.Tensor, jax\.Array"):
         tensor.framework(x, "k")
@@ -61,6 +66,42 @@ def test_a_framework_is_one_object() -> None:
     x = np.zeros(3, np.float16)
     assert tensor.framework(x) is tensor.framework(x.view(Sub)) is tensor.framework(x)
     assert tensor.framework(x).name == "numpy"
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "producer"])
+def test_threads_that_meet_a_library_first_get_one_object(
+    monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    """Otherwise q and k of one library would be refused as of two."""
+
+    class Slow(Lent):
+        def __array_namespace__(self, api_version: str | None = None) -> Any:
+            time.sleep(0.001)
+            return np
+
+    def fresh() -> Any:
+        if library == "torch":
+            return pytest.importorskip("torch").ones(1)
+        values = np.zeros(1, np.float16)
+        return values if library == "numpy" else type("Fresh", (Slow,), {})(values, "fp16")
+
+    threads = 8
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in range(20):
+                monkeypatch.setattr(tensor, "_by_type", {})
+                monkeypatch.setattr(tensor, "_by_library", {})
+                x, barrier = fresh(), threading.Barrier(threads)
+
+                def meet(_: int, x: Any = x, barrier: Any = barrier) -> Any:
+                    barrier.wait(60)
+                    return tensor.framework(x)
+
+                assert len({id(found) for found in list(pool.map(meet, range(threads)))}) == 1
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_masked_array() -> None:
@@ -459,18 +500,6 @@ def copy(x: Any) -> Any:
         cupy.cuda.runtime.memcpyAsync(fw.pointer(out), view.ptr, size, 3, stream)
     fw.hold(stream, view.device, [view])
     return fw.result(out)
-
-
-def spin(stream: int, cycles: int = 100_000_000) -> None:
-    """Keep a stream busy for about 50 ms."""
-    import cupy
-
-    kernel = cupy.RawKernel(
-        'extern "C" __global__ void spin(long long n) { long long s = clock64(); while (clock64() - s < n) {} }',
-        "spin",
-    )
-    with streams.cupy_stream(stream):
-        kernel((1,), (1,), (cycles,))
 
 
 @pytest.fixture

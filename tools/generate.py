@@ -35,6 +35,8 @@ LENGTHS: dict[str, list[tuple[int, int]]] = {
 }
 FEATURES = ("softcap", "alibi")
 WINDOWS = {"full": (-1, -1), "causal": (-1, 0), "window": (1024, 0)}
+# Options that say which calls to serve; --table has its own.
+CALL_OPTIONS = ("dtype", "head_dim", "mask", "feature", "length")
 
 
 class Variant(NamedTuple):
@@ -214,14 +216,35 @@ def head_dims(text: str) -> list[tuple[int, int]]:
     return pairs
 
 
+def lengths(text: str) -> list[tuple[int, int]]:
+    """(seqlen_q, seqlen_k) of "even,odd", each once."""
+    chosen = [LENGTHS[item] for item in items(text, "--length", list(LENGTHS))]
+    return list(dict.fromkeys(itertools.chain.from_iterable(chosen)))
+
+
+def refuse_call_options(context: typer.Context) -> None:
+    """BadParameter if an option was given that --table would ignore."""
+    sources = {name: context.get_parameter_source(name) for name in CALL_OPTIONS}
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    ]
+    if given:
+        raise typer.BadParameter(
+            f"--table is all that the tile table has for --arch; it does not go with {', '.join(given)}"
+        )
+
+
 def command(
+    context: typer.Context,
     arch: Annotated[str, typer.Option(help="GPU architectures.")] = "sm_80,sm_90a",
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bf16",
     head_dim: Annotated[str, typer.Option(help="D, or DxDV where V's differs: 64,192x128")] = "128",
     mask: Annotated[str, typer.Option(help=", ".join(WINDOWS))] = "full,causal",
     feature: Annotated[str, typer.Option(help=", ".join(FEATURES))] = "",
-    length: Annotated[str, typer.Option(help="Divisible by the tile: even, odd or all.")] = "all",
-    every: Annotated[bool, typer.Option("--table", help="All that the tile table has.")] = False,
+    length: Annotated[str, typer.Option(help="Divisible by the tile: even, odd, all.")] = "all",
+    every: Annotated[bool, typer.Option("--table", help="All of the tile table.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write .cu, .cubin, spec.json here.")] = None,
     report_file: Annotated[Path | None, typer.Option("--json", help="Write a report here.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = os.cpu_count() or 1,
@@ -234,9 +257,10 @@ def command(
     """
     archs = items(arch, "--arch")
     extra = frozenset(items(feature, "--feature", FEATURES) if feature else ())
-    lengths = LENGTHS[items(length, "--length", list(LENGTHS))[0]]
     dtypes, masks = items(dtype, "--dtype", DTYPES), items(mask, "--mask", list(WINDOWS))
-    calls = problems(dtypes, head_dims(head_dim), masks, [extra], lengths)
+    calls = problems(dtypes, head_dims(head_dim), masks, [extra], lengths(length))
+    if every:
+        refuse_call_options(context)
     try:
         chosen, refused = (table_variants(archs), []) if every else variants(archs, calls)
         nvrtc.version()

@@ -1,11 +1,11 @@
 """The record of the GPU tests: on which GPU, with which versions and for which sources they passed.
 
-usage: python tools/gpu_record.py [--output FILE]   run `pytest -m gpu` here and write the record if all pass
-       python tools/gpu_record.py --check           say whether the record covers the sources as they stand
+usage: python tools/gpu_record.py [--output FILE] [--jobs N]   run `pytest -m gpu` here, write the record if all pass
+       python tools/gpu_record.py --check                      say whether it covers the sources as they stand
 
 A machine without a GPU cannot run these tests, so it checks the record: exit status 1 if the kernels have changed since
-(templates and the modules that choose, render and launch them), 0 with a note if only other Python code has. Comments,
-docstrings, blank lines and line endings do not count.
+(templates and the modules that choose, render, compile and launch them), 0 with a note if only other Python code has.
+Comment lines, docstrings, blank lines and line endings do not count.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ast
 import datetime
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import re
@@ -28,8 +29,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_record.json"
-# What decides the machine code and how it is launched; the other modules are checked on any machine.
-KERNEL_MODULES = ("spec.py", "select.py", "render.py", "launch.py")
+# What decides the machine code, the call that it is made for, and how it is launched. The other modules are checked on
+# any machine, but for the streams and allocators of GPU arrays.
+KERNEL_MODULES = ("device", "launch", "nvrtc", "problem", "render", "select", "spec")
 PACKAGES = ("torch", "cupy", "jax", "numpy")
 
 
@@ -38,8 +40,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Record of the GPU tests.")
     parser.add_argument("--check", action="store_true", help="compare the record with the sources")
     parser.add_argument("--output", type=Path, default=RECORD, help="where to write the record")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (needs pytest-xdist)")
     arguments = parser.parse_args()
-    return check() if arguments.check else record(arguments.output)
+    if arguments.jobs > 1 and importlib.util.find_spec("xdist") is None:
+        parser.error("--jobs needs pytest-xdist: pip install pytest-xdist")
+    return check() if arguments.check else record(arguments.output, arguments.jobs)
 
 
 def check() -> int:
@@ -64,7 +69,7 @@ def check() -> int:
     return 0
 
 
-def record(output: Path) -> int:
+def record(output: Path, jobs: int = 1) -> int:
     """Run the GPU tests and write the record; pytest's exit status, or 1 if there is nothing to record."""
     sys.path.insert(0, str(ROOT))
     from rtflash import device, nvrtc
@@ -74,23 +79,16 @@ def record(output: Path) -> int:
         print(f"No record: {reason}")
         return 1
     before = digests()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "gpu",
-            "-ra",
-            f"--junitxml={report}",
-            "tests",
-        ]
-        status = subprocess.run(command, cwd=ROOT, check=False).returncode
-        counts = counted(report) if report.exists() else {}
+    status, counts = run_tests(jobs)
     if status != 0 or not counts.get("passed"):
         print("No record: the tests did not pass.")
         return status or 1
+    if counts["skipped"] > counts["passed"]:
+        print(
+            f"No record: {counts['skipped']} GPU tests were skipped and {counts['passed']} ran; install"
+            ' ".[cuda13,interop,test]", or cuda12.'
+        )
+        return 1
     if digests() != before:
         print("No record: the sources changed while the tests ran.")
         return 1
@@ -110,6 +108,17 @@ def record(output: Path) -> int:
         f"{output}: {counts['passed']} passed, {counts['skipped']} skipped in {counts['seconds']:.0f} s"
     )
     return 0
+
+
+def run_tests(jobs: int) -> tuple[int, dict[str, Any]]:
+    """pytest's exit status for the GPU tests, and what `counted` makes of its report."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        spread = ["-n", str(jobs)] if jobs > 1 else []
+        options = ["-m", "gpu", "-ra", f"--junitxml={report}", *spread, "tests"]
+        command = [sys.executable, "-m", "pytest", *options]
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        return status, counted(report) if report.exists() else {}
 
 
 def counted(report: Path) -> dict[str, Any]:
@@ -149,7 +158,7 @@ def version(package: str) -> str | None:
 def digests() -> dict[str, str]:
     """SHA-256 of the code of the kernels and of the package's other modules."""
     modules = sorted((ROOT / "rtflash").glob("*.py"))
-    kernels = [path for path in modules if path.name in KERNEL_MODULES]
+    kernels = [path for path in modules if path.stem in KERNEL_MODULES]
     folder = ROOT / "templates"
     # templates/host compiles the kernels for the CPU; a GPU never sees it.
     templates = [
@@ -174,18 +183,16 @@ def digest(paths: Iterable[Path]) -> str:
 
 
 def python_code(text: str) -> str:
-    """A module without docstrings, comment lines and blank lines."""
+    """A module without docstrings, comment lines and blank lines.
+
+    Its own text, since what ast.unparse makes of it differs between versions of Python.
+    """
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        first = node.body[0] if node.body else None
-        if (
-            isinstance(first, ast.Expr)
-            and isinstance(first.value, ast.Constant)
-            and isinstance(first.value.value, str)
-        ):
-            for number in range(first.lineno - 1, first.end_lineno or first.lineno):
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            for number in range(docstring.lineno - 1, docstring.end_lineno or docstring.lineno):
                 lines[number] = ""
     return "\n".join(
         line.rstrip() for line in lines if line.strip() and not line.lstrip().startswith("#")

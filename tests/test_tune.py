@@ -1,0 +1,179 @@
+"""The tile sweep, tools/tune.py: candidates, labels, padding and refusals, on a machine with or without a GPU."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+import typer
+from typer.testing import CliRunner
+
+from rtflash import build, device, select
+from rtflash.__main__ import import_tool
+
+tune = import_tool("tune")
+
+ROOT = Path(__file__).resolve().parents[1]
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90")
+
+
+def run(*arguments):
+    app = typer.Typer()
+    app.command()(tune.command)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(device, "why_no_gpu", lambda: "There is no GPU.")
+
+
+@pytest.mark.parametrize("head_dim", [20, 32, 64, 128, 160, 256])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_candidates_are_variants_that_fit(arch, head_dim):
+    chip = device.for_arch(arch)
+    tiles = tune.candidates(head_dim, chip)
+    assert 2 <= len(set(tiles)) == len(tiles) <= 120
+    assert tiles[0].fields(False) == select.tile(head_dim, chip).fields(False)
+    for tile in tiles:
+        for causal in (False, True):
+            spec = tune.make_spec(tile, chip, "fp16", causal, 1024)
+            assert spec.shared_bytes <= chip.shared_bytes_per_block
+            assert tune.residents(spec.shared_bytes, chip) >= spec.blocks_per_sm
+            assert spec.even_m
+            assert spec.even_n == (1024 % spec.block_n == 0)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_labels_are_read_back(arch):
+    for head_dim in (32, 128, 256):
+        for tile in tune.candidates(head_dim, device.for_arch(arch)):
+            assert tune.parse_tile(tune.label(tile), head_dim) == tile
+
+
+def test_label_is_the_one_in_kernel_names():
+    tile = tune.parse_tile("m128x64_w4s2_qreg_b2", 64)
+    assert tile == select.Tile(64, 128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2)
+    spec = tune.make_spec(tile, device.for_arch("sm_90"), "bf16", True, 100)
+    assert spec.name == "rtflash_forward_sm80__bf16_d64_m128x64_w4s2_qreg_b2_causal"
+
+
+@pytest.mark.parametrize("text", ["", "m128", "m128x64_w4s2_", "m128x64_w4s2_b", "m128x64_w4s2_b2_qreg"])  # fmt: skip
+def test_other_labels_are_refused(text):
+    with pytest.raises(ValueError, match="m128x64_w4s2_qreg_b2"):
+        tune.parse_tile(text, 64)
+
+
+def test_residents_of_known_gpus():
+    """From the CUDA programming guide: 100 KB an SM on sm_86, of which each CTA costs 1 KB more; 64 KB on sm_75."""
+    kilobytes = {"sm_75": {32: 2, 64: 1}, "sm_86": {49: 2, 50: 1, 99: 1}, "sm_90": {113: 2, 114: 1}}
+    for arch, counts in kilobytes.items():
+        for size, count in counts.items():
+            assert tune.residents(size * 1024, device.for_arch(arch)) == count, (arch, size)
+
+
+def test_padding_gives_the_smaller_gpu_residents():
+    large = device.for_arch("sm_90")
+    assert tune.padded_bytes(64 * 1024, device.for_arch("sm_86"), large) == 114 * 1024
+    for arch in ARCHS:
+        small = device.for_arch(arch)
+        for size in range(16 * 1024, small.shared_bytes_per_block + 1, 4 * 1024):
+            padded = tune.padded_bytes(size, small, large)
+            assert size <= padded <= large.shared_bytes_per_block
+            assert tune.residents(padded, large) == tune.residents(size, small)
+
+
+def test_compilation_drops_what_does_not_fit():
+    pytest.importorskip("cupy")
+    chip = device.for_arch("sm_75")
+    specs = [
+        tune.make_spec(tune.parse_tile(text, 64), chip, "fp16", False, 1)
+        for text in ("m64x32_w4s1", "m128x512_w4s1")
+    ]
+    made = tune.compile_all([*specs, *specs], chip, "sm_80")
+    assert list(made) == specs
+    assert made[specs[0]].resources.registers > 0
+    assert made[specs[1]] == "too much shared memory"
+
+
+def test_without_gpu_says_why(without_gpu):
+    result = run()
+    assert result.exit_code == 2
+    assert "There is no GPU." in result.output
+
+
+def test_without_torch_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(device, "why_no_gpu", lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = run()
+    assert result.exit_code == 2
+    assert "pip install torch" in result.output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--mask", "window"), ("--dtype", "fp32"), ("--shared", 100), ("--head-dim", 257), ("--tile", "m64")],
+)  # fmt: skip
+def test_nonsense_is_refused_by_name(without_gpu, options):
+    result = run(*options)
+    assert result.exit_code == 2
+    assert options[0] in result.output
+    assert "There is no GPU." not in result.output
+
+
+def test_runs_as_a_script(tmp_path):
+    command = [sys.executable, str(ROOT / "tools" / "tune.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--head-dim" in done.stdout
+
+
+def test_kept_measurements_are_of_tiles():
+    kept = json.loads((ROOT / "docs" / "benchmarks" / "tiles_h200.json").read_text("utf-8"))
+    chip = device.for_arch("sm_90")
+    assert len(kept["rows"]) > 500
+    for values in kept["rows"]:
+        row = dict(zip(kept["columns"], values, strict=True))
+        tile = tune.parse_tile(row["tile"], row["d"])
+        spec = tune.make_spec(tile, chip, "bf16", row["causal"], row["s"])
+        assert spec.shared_bytes <= (row["padded_kb"] or 227) * 1024
+        assert row["tflops"] > 0
+        assert row["fa2"] > 0
+
+
+@pytest.mark.gpu
+def test_sweep_on_the_gpu(tmp_path):
+    pytest.importorskip("torch")
+    if tune.bench.why_not():
+        pytest.skip(tune.bench.why_not())
+    file = tmp_path / "rows.json"
+    options = ("--head-dim", 64, "--seqlen", "1024", "--tile", "m64x48_w4s1,m128x512_w4s1")
+    result = run(*options, "--json", file)
+    assert result.exit_code == 0, result.output
+    machine, *rows = json.loads(file.read_text("utf-8"))
+    assert machine["mode"] == "tiles"
+    assert [row["causal"] for row in rows] == [False] * 3 + [True] * 3
+    assert [row.get("dropped") for row in rows[:3]] == [None, None, "too much shared memory"]
+    assert all(row["tflops"] > 0 and row["registers"] > 0 for row in rows if "dropped" not in row)
+    assert "in the table" in result.output
+
+
+@pytest.mark.gpu
+def test_a_wrong_kernel_is_noticed():
+    pytest.importorskip("torch")
+    if tune.bench.why_not():
+        pytest.skip(tune.bench.why_not())
+    gpu = device.get(0)
+    full, causal = (
+        tune.make_spec(tune.parse_tile("m64x32_w4s1", 64), gpu, "fp16", mask, 1)
+        for mask in (False, True)
+    )
+    kernel = build.kernel(full, gpu)
+    assert tune.is_right(kernel, full.shared_bytes, gpu)
+    assert not tune.is_right(dataclasses.replace(kernel, spec=causal), full.shared_bytes, gpu)
