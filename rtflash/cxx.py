@@ -33,6 +33,7 @@ INSTALL = "install g++ or clang++, or name one in RTFLASH_CXX"
 COMMON = ("-std=c++17", "-g", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
 RUNTIME_OPTIONS = (*COMMON, "-O3")
 KERNEL_OPTIONS = (*COMMON, "-O2", "-Wno-unknown-pragmas")
+POISON = "-ftrivial-auto-var-init=pattern"  # what a kernel forgets to set is not 0 by chance
 
 compile_count = 0  # compilations of variants by this process
 
@@ -41,16 +42,22 @@ _runtimes: dict[str, bytes] = {}  # by cache key
 
 
 class Compiler(NamedTuple):
-    """A C++ compiler: its path, and the first line that it says of its version."""
+    """A C++ compiler.
+
+    Attributes
+    ----------
+    path : of the program.
+    options : what RTFLASH_CXX adds ("g++ -O0"), and POISON where the compiler knows it.
+    version : the first line that it says of its version.
+    """
 
     path: str
+    options: tuple[str, ...]
     version: str
 
 
 def why_not() -> str | None:
     """None where kernels can be compiled for the host, else the reason as one sentence."""
-    if os.name != "posix":
-        return f"Emulated kernels need Linux or macOS; this is {sys.platform}."
     try:
         find()
     except RuntimeError as error:
@@ -64,25 +71,31 @@ def find() -> Compiler:
     Raises
     ------
     RuntimeError
-        There is none, or it does not run.
+        There is none, it does not run, or the system is not one that the runtime knows.
     """
+    if os.name != "posix":
+        raise RuntimeError(f"emulated kernels need Linux or macOS; this is {sys.platform}")
     wanted = settings.get().cxx
-    for name in (wanted,) if wanted else COMPILERS:
+    names = (wanted.split()[0],) if wanted else COMPILERS
+    for name in names:
         path = shutil.which(name)
         if path is not None:
-            return Compiler(path, version(path))
+            return describe(path, tuple(wanted.split()[1:]))
     missing = f"RTFLASH_CXX is {wanted!r}, which is no program" if wanted else "no C++ compiler"
     raise RuntimeError(f"{missing}: {INSTALL}")
 
 
 @functools.cache
-def version(path: str) -> str:
-    """The first line that the compiler says of its version."""
+def describe(path: str, options: tuple[str, ...]) -> Compiler:
+    """The compiler at a path, which is asked for its version."""
     try:
         said = subprocess.run([path, "--version"], check=True, capture_output=True, text=True)
+        trial = [path, POISON, "-x", "c++", "-E", os.devnull]
+        poisons = subprocess.run(trial, capture_output=True).returncode == 0
     except (OSError, subprocess.CalledProcessError) as error:
         raise RuntimeError(f"{path} does not run ({error}): {INSTALL}") from error
-    return said.stdout.split("\n", 1)[0]
+    added = (POISON, *options) if poisons else options
+    return Compiler(path, added, said.stdout.split("\n", 1)[0])
 
 
 def library(spec: Spec, folder: Path | None = None) -> ctypes.CDLL:
@@ -123,7 +136,8 @@ def cache_key(compiler: Compiler, variables: dict[str, str], digest: str) -> str
     """The cache key of a variant, or of the runtime, which has no variables."""
     from . import __version__
 
-    options = (*compiler, *RUNTIME_OPTIONS, *KERNEL_OPTIONS)
+    identity = (compiler.path, compiler.version, *compiler.options)
+    options = (*identity, *RUNTIME_OPTIONS, *KERNEL_OPTIONS)
     arch = f"{TARGET}-{os.uname().machine}"
     return cache.key(variables, arch, options, digest, (0, 0), __version__)
 
@@ -133,7 +147,7 @@ def make_kernel(compiler: Compiler, spec: Spec, folder: Path | None, key: str) -
     global compile_count
     start = time.perf_counter()
     source = render.source(spec, folder, TARGET)
-    options = [*KERNEL_OPTIONS, f"-D__CUDA_ARCH__={spec.isa}0", "-shared"]
+    options = [*KERNEL_OPTIONS, f"-D__CUDA_ARCH__={spec.isa}0", "-shared", *compiler.options]
     command = [compiler.path, *options, "kernel.cpp", "runtime.o", "-o", "kernel.so"]
     inputs = {"kernel.cpp": source.encode(), "runtime.o": runtime_object(compiler, folder)}
     binary, log = run(command, inputs, "kernel.so")
@@ -151,7 +165,8 @@ def make_kernel(compiler: Compiler, spec: Spec, folder: Path | None, key: str) -
 def runtime_object(compiler: Compiler, folder: Path | None) -> bytes:
     """The object file of the runtime: from memory, the disk cache, or compiled."""
     text = render.join(RUNTIME_SOURCE, render.templates(folder), {})
-    key = cache_key(compiler, {}, hashlib.sha256(text.encode()).hexdigest())
+    plain = compiler._replace(options=())  # a kernel at -O0 needs no slow runtime
+    key = cache_key(plain, {}, hashlib.sha256(text.encode()).hexdigest())
 
     def make() -> cache.Entry:
         command = [compiler.path, *RUNTIME_OPTIONS, "-c", "runtime.cpp", "-o", "runtime.o"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .device import Device
 from .problem import Problem
@@ -18,24 +18,26 @@ MAX_BLOCKS = 2**31 - 1  # CUDA's limit of gridDim.x
 
 
 class Tile(NamedTuple):
-    """Spec fields that the table chooses, for head_dims up to `max_head_dim`."""
+    """The fields of a Spec that the table chooses."""
 
-    max_head_dim: int
     block_m: int
     block_n: int
     warps: int
     stages: int
     q_in_regs: bool = False
     blocks_per_sm: int = 1
-    narrow_block_n: int = 0  # block_n of variants that need more registers; 0 = block_n
 
-    def fields(self, narrow: bool) -> dict[str, Any]:
-        """The fields of a Spec; `narrow` if scores are prescaled, a window masks them, or loads are short."""
-        values = self._asdict()
-        del values["max_head_dim"], values["narrow_block_n"]
-        if narrow and self.narrow_block_n:
-            values["block_n"] = self.narrow_block_n
-        return values
+
+class Row(NamedTuple):
+    """The tiles of head_dims up to `max_head_dim`.
+
+    `narrow` is for variants that need more registers, where `tile` leaves too few: scores are prescaled, a window masks
+    them, or loads are short.
+    """
+
+    max_head_dim: int
+    tile: Tile
+    narrow: Tile | None = None
 
 
 class Grid(NamedTuple):
@@ -48,50 +50,51 @@ class Grid(NamedTuple):
 
 
 # By the least shared memory that a CTA can have: sm_90, 100, 103 | sm_80, 87 | sm_86, 89, 120 | sm_75.
-# Chosen by measurement on an H200 (2026-11-30, bf16, batch * seqlen 16k, heads * head_dim 2048, seqlen 1k, 4k, 16k,
-# full and causal); for the smaller limits with shared memory padded, so that as many CTAs share an SM as there would.
-TILES: dict[int, tuple[Tile, ...]] = {
+# Chosen by measurement on an H200 with tools/tune.py (docs/benchmarks/tiles_h200.json); for the smaller limits with
+# shared memory padded, so that as many CTAs share an SM as there would, and for sm_75 with its instructions.
+TILES: dict[int, tuple[Row, ...]] = {
     227 * KIB: (
-        Tile(32, 128, 64, 4, 2, blocks_per_sm=3),
-        Tile(64, 128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2),
-        Tile(96, 128, 64, 4, 2, blocks_per_sm=2),
-        Tile(128, 128, 64, 4, 2, blocks_per_sm=2, narrow_block_n=48),
-        Tile(160, 64, 64, 4, 2, q_in_regs=True, blocks_per_sm=2),
-        Tile(192, 64, 64, 4, 1, q_in_regs=True, blocks_per_sm=2),
-        Tile(224, 64, 64, 4, 1, blocks_per_sm=2),
-        Tile(256, 128, 128, 8, 1, narrow_block_n=96),
+        Row(32, Tile(128, 64, 4, 2, blocks_per_sm=3)),
+        Row(64, Tile(128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2)),
+        Row(96, Tile(128, 64, 4, 2, blocks_per_sm=2)),
+        Row(128, Tile(128, 64, 4, 2, blocks_per_sm=2), Tile(128, 48, 4, 2, blocks_per_sm=2)),
+        Row(160, Tile(64, 64, 4, 2, q_in_regs=True, blocks_per_sm=2)),
+        Row(192, Tile(64, 64, 4, 1, q_in_regs=True, blocks_per_sm=2)),
+        Row(224, Tile(128, 64, 8, 1, q_in_regs=True), Tile(64, 64, 4, 1, blocks_per_sm=2)),
+        Row(256, Tile(128, 128, 8, 1), Tile(128, 96, 8, 1)),
     ),
     163 * KIB: (
-        Tile(32, 128, 64, 4, 2, blocks_per_sm=3),
-        Tile(64, 128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2),
-        Tile(96, 128, 64, 4, 2, blocks_per_sm=2),
-        Tile(128, 128, 64, 4, 1, blocks_per_sm=2, narrow_block_n=48),
-        Tile(160, 64, 64, 4, 1, q_in_regs=True, blocks_per_sm=2),
-        Tile(192, 64, 64, 4, 1, q_in_regs=True, blocks_per_sm=2),
-        Tile(256, 128, 64, 8, 1),
+        Row(32, Tile(128, 64, 4, 2, blocks_per_sm=3)),
+        Row(64, Tile(128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2)),
+        Row(96, Tile(128, 64, 4, 2, blocks_per_sm=2)),
+        Row(128, Tile(128, 64, 4, 1, blocks_per_sm=2), Tile(128, 48, 4, 1, blocks_per_sm=2)),
+        Row(160, Tile(64, 64, 4, 1, q_in_regs=True, blocks_per_sm=2)),
+        Row(192, Tile(64, 64, 4, 1, q_in_regs=True, blocks_per_sm=2)),
+        Row(224, Tile(128, 64, 8, 1, q_in_regs=True), Tile(128, 64, 8, 1)),
+        Row(256, Tile(64, 48, 4, 1, q_in_regs=True, blocks_per_sm=2), Tile(128, 64, 8, 1)),
     ),
     99 * KIB: (
-        Tile(32, 128, 64, 4, 2, blocks_per_sm=3),
-        Tile(64, 128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2),
-        Tile(96, 128, 64, 4, 1, blocks_per_sm=2),
-        Tile(128, 128, 32, 4, 1, blocks_per_sm=2),
-        Tile(160, 128, 64, 8, 1),
-        Tile(192, 128, 64, 8, 1),
-        Tile(256, 64, 64, 4, 1),
+        Row(32, Tile(128, 64, 4, 2, blocks_per_sm=3)),
+        Row(64, Tile(128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2)),
+        Row(96, Tile(128, 64, 4, 1, blocks_per_sm=2)),
+        Row(128, Tile(128, 32, 4, 1, blocks_per_sm=2)),
+        Row(160, Tile(128, 64, 8, 1, q_in_regs=True)),
+        Row(192, Tile(128, 64, 8, 1, q_in_regs=True), Tile(128, 64, 8, 1)),
+        Row(224, Tile(128, 48, 8, 1, q_in_regs=True), Tile(128, 48, 8, 1)),
+        Row(256, Tile(64, 64, 4, 1)),
     ),
     64 * KIB: (
-        Tile(32, 128, 64, 4, 1, blocks_per_sm=2),
-        Tile(64, 128, 64, 4, 1, blocks_per_sm=2),
-        Tile(96, 128, 32, 4, 1),
-        Tile(128, 128, 32, 4, 1),
-        Tile(192, 64, 32, 4, 1),
-        Tile(256, 64, 32, 4, 1),
+        Row(32, Tile(128, 64, 4, 1, blocks_per_sm=2)),
+        Row(64, Tile(128, 64, 4, 1, blocks_per_sm=2)),
+        Row(128, Tile(128, 64, 8, 1)),
+        Row(192, Tile(64, 48, 4, 1, q_in_regs=True), Tile(64, 48, 4, 1)),
+        Row(256, Tile(64, 32, 4, 1)),
     ),
 }
 
 
-def tile(head_dim: int, device: Device) -> Tile:
-    """The table's tile for the wider of a call's two head_dims.
+def tile(head_dim: int, device: Device, narrow: bool = False) -> Tile:
+    """The table's tile for the wider of a call's two head_dims; `narrow`: see Row.
 
     Raises
     ------
@@ -100,7 +103,8 @@ def tile(head_dim: int, device: Device) -> Tile:
     """
     for limit, table in TILES.items():
         if device.shared_bytes_per_block >= limit:
-            return next(entry for entry in table if head_dim <= entry.max_head_dim)
+            row = next(row for row in table if head_dim <= row.max_head_dim)
+            return row.narrow or row.tile if narrow else row.tile
     raise ValueError(
         f"{device.name} gives a CTA {device.shared_bytes_per_block} bytes of shared memory; rtflash needs {min(TILES)}"
     )
@@ -119,9 +123,9 @@ def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
         raise ValueError(
             f"q is bf16 on {device.name} (sm_{device.major}{device.minor}); bf16 needs sm_80, use fp16"
         )
-    chosen = tile(max(problem.head_dim, problem.head_dim_v), device)
     prescale = problem.softcap > 0 or problem.alibi or problem.softmax_scale < LEAST_SCALE
-    fields = chosen.fields(prescale or problem.mask == "window" or problem.align < WIDEST_LOAD)
+    narrow = prescale or problem.mask == "window" or problem.align < WIDEST_LOAD
+    chosen = tile(max(problem.head_dim, problem.head_dim_v), device, narrow)
     spec = Spec(
         dtype=problem.dtype,
         head_dim=problem.head_dim,
@@ -131,10 +135,10 @@ def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
         softcap=problem.softcap > 0,
         alibi=problem.alibi,
         prescale=prescale,
-        even_m=problem.seqlen_q % fields["block_m"] == 0,
-        even_n=problem.seqlen_k % fields["block_n"] == 0,
+        even_m=problem.seqlen_q % chosen.block_m == 0,
+        even_n=problem.seqlen_k % chosen.block_n == 0,
         align=problem.align,
-        **fields,
+        **chosen._asdict(),
     )
     blocks = -(-problem.seqlen_q // spec.block_m) * problem.batch * problem.heads
     if blocks > MAX_BLOCKS:
@@ -179,7 +183,7 @@ TABLE_FEATURES: tuple[tuple[str, dict[str, float]], ...] = (
 def table_specs(device: Device) -> list[Spec]:
     """What the table makes on a device: every tile with each mask, dtype and evenness, and with each feature."""
     specs: dict[Spec, None] = {}
-    for head_dim in sorted({entry.max_head_dim for table in TILES.values() for entry in table}):
+    for head_dim in sorted({row.max_head_dim for table in TILES.values() for row in table}):
         for dtype in ("fp16", "bf16") if device.major >= 8 else ("fp16",):
             for mask, features in TABLE_FEATURES:
                 window = {"full": (-1, -1), "causal": (-1, 0), "window": (128, 16)}[mask]

@@ -22,7 +22,7 @@ MEANINGS = {
     "RTFLASH_BACKEND": "host tensors: numpy, or emulate to run the kernel's own source, checked",
     "RTFLASH_CACHE": "1: keep compiled kernels on disk, 0: in memory only",
     "RTFLASH_CACHE_DIR": "folder of the compiled kernels",
-    "RTFLASH_CXX": "C++ compiler of emulated kernels; unset: g++, else clang++",
+    "RTFLASH_CXX": "C++ compiler of emulated kernels, options after it; unset: g++, else clang++",
     "RTFLASH_LOG": "log to stderr: 1 compilations, 2 also cache hits, 3 also compiler logs",
 }
 
@@ -37,7 +37,7 @@ class Settings:
     cache_dir : their folder. It need not exist.
     log : 0..3, see `MEANINGS`.
     backend : one of BACKENDS, for host tensors.
-    cxx : a C++ compiler; empty: whichever is found.
+    cxx : a C++ compiler, with options or without; empty: whichever is found.
     """
 
     cache: bool

@@ -541,7 +541,7 @@ def caught(fault: Fault) -> str:
 
 
 def main() -> int:
-    """Run the named faults, or all; 1 if more survive than may."""
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -550,17 +550,24 @@ def main() -> int:
     if arguments.answer:
         print(answer(arguments.names[0]))
         return 0
-    chosen = [fault for fault in FAULTS if not arguments.names or fault.name in arguments.names]
+    with tempfile.TemporaryDirectory(prefix="rtflash-faults-") as folder:
+        os.environ["RTFLASH_CACHE_DIR"] = folder  # the mutants are no use to anyone later
+        return run_faults(arguments.names, arguments.jobs)
+
+
+def run_faults(names: list[str], jobs: int) -> int:
+    """Run and print the named faults, or all; 1 if more survive than may."""
+    chosen = [fault for fault in FAULTS if not names or fault.name in names]
     for probe in PROBES.values():
         run(probe)
-    wrong = 0
-    with ThreadPoolExecutor(arguments.jobs) as pool:
+    survivors = 0
+    with ThreadPoolExecutor(jobs) as pool:
         for fault, shown in zip(chosen, pool.map(caught, chosen), strict=True):
             survived = not shown or shown.startswith("error:")
-            wrong += survived
+            survivors += survived
             print(f"{'SURVIVED' if survived else 'caught'}  {fault.name}: {shown}", flush=True)
-    print(f"{len(chosen) - wrong} of {len(chosen)} faults caught")
-    return int(wrong > SURVIVORS * len(chosen))
+    print(f"{len(chosen) - survivors} of {len(chosen)} faults caught")
+    return int(survivors > SURVIVORS * len(chosen))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,36 @@ def attend(call: Call, arch: str = "sm_90a", spec: Spec | None = None, **options
     check(report.out, expected.out, expected.same_dtype, call.dtype, factor)
     check_lse(report.lse, expected.lse)
     return report
+
+
+def test_kernels_and_partials_are_used_to_the_letter() -> None:
+    """Of the host's source, only what lies in templates/host/ is not the GPU's; and the GPU's holds nothing of it."""
+    spec = Spec("bf16", 128, 96, 128, 64, 4, 2, mask="causal", softcap=True, prescale=True)
+    sources = {}
+    for target in render.TARGETS:
+        parts: dict[str, list[str]] = {}
+        file = ""
+        for line in render.source(spec, target=target).splitlines():
+            directive = re.fullmatch(r'#line \d+ "([^"]+)"', line)
+            file = directive[1] if directive else file
+            parts.setdefault(file, []).append(line)
+        sources[target] = parts
+    ours = {file: lines for file, lines in sources["host"].items() if not file.startswith("host/")}
+    theirs = {file: lines for file, lines in sources["cuda"].items() if file != "ptx.cuh"}
+    # An include more leads to a #line more.
+    assert {f: [x for x in lines if x and x[:5] != "#line"] for f, lines in ours.items()} == {
+        f: [x for x in lines if x and x[:5] != "#line"] for f, lines in theirs.items()
+    }
+    assert {"host/ptx.cuh", "host/cuda.cuh", "host/runtime.cuh"} <= set(sources["host"])
+    assert not any(file.startswith("host/") for file in sources["cuda"])
+
+
+def test_the_twin_has_every_function_of_its_partial() -> None:
+    texts = render.templates()
+    pattern = re.compile(r"^__device__ __forceinline__ [\w ]+? (\w+)\(", re.MULTILINE)
+    for file in [name for name in texts if f"host/{name}" in texts]:
+        wanted, got = (sorted(pattern.findall(texts[name])) for name in (file, f"host/{file}"))
+        assert set(wanted) <= set(got)
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 96, 136, 192, 256])
@@ -122,9 +153,9 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def table_tiles() -> list[Any]:
     """Each architecture's tiles, as (arch, head_dim)."""
     return [
-        pytest.param(arch, tile.max_head_dim, id=f"{arch}-d{tile.max_head_dim}")
+        pytest.param(arch, row.max_head_dim, id=f"{arch}-d{row.max_head_dim}")
         for arch, limit in zip(ARCHS, (64, 163, 99, 227), strict=True)
-        for tile in select.TILES[limit * select.KIB]
+        for row in select.TILES[limit * select.KIB]
     ]
 
 

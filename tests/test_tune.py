@@ -40,10 +40,10 @@ def test_candidates_are_variants_that_fit(arch, head_dim):
     chip = device.for_arch(arch)
     tiles = tune.candidates(head_dim, chip)
     assert 2 <= len(set(tiles)) == len(tiles) <= 120
-    assert tiles[0].fields(False) == select.tile(head_dim, chip).fields(False)
+    assert tiles[0] == select.tile(head_dim, chip)
     for tile in tiles:
         for causal in (False, True):
-            spec = tune.make_spec(tile, chip, "fp16", causal, 1024)
+            spec = tune.make_spec(tile, head_dim, chip, "fp16", causal, 1024)
             assert spec.shared_bytes <= chip.shared_bytes_per_block
             assert tune.residents(spec.shared_bytes, chip) >= spec.blocks_per_sm
             assert spec.even_m
@@ -54,20 +54,20 @@ def test_candidates_are_variants_that_fit(arch, head_dim):
 def test_labels_are_read_back(arch):
     for head_dim in (32, 128, 256):
         for tile in tune.candidates(head_dim, device.for_arch(arch)):
-            assert tune.parse_tile(tune.label(tile), head_dim) == tile
+            assert tune.parse_tile(tune.label(tile)) == tile
 
 
 def test_label_is_the_one_in_kernel_names():
-    tile = tune.parse_tile("m128x64_w4s2_qreg_b2", 64)
-    assert tile == select.Tile(64, 128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2)
-    spec = tune.make_spec(tile, device.for_arch("sm_90"), "bf16", True, 100)
+    tile = tune.parse_tile("m128x64_w4s2_qreg_b2")
+    assert tile == select.Tile(128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2)
+    spec = tune.make_spec(tile, 64, device.for_arch("sm_90"), "bf16", True, 100)
     assert spec.name == "rtflash_forward_sm80__bf16_d64_m128x64_w4s2_qreg_b2_causal"
 
 
 @pytest.mark.parametrize("text", ["", "m128", "m128x64_w4s2_", "m128x64_w4s2_b", "m128x64_w4s2_b2_qreg"])  # fmt: skip
 def test_other_labels_are_refused(text):
     with pytest.raises(ValueError, match="m128x64_w4s2_qreg_b2"):
-        tune.parse_tile(text, 64)
+        tune.parse_tile(text)
 
 
 def test_residents_of_known_gpus():
@@ -93,7 +93,7 @@ def test_compilation_drops_what_does_not_fit():
     pytest.importorskip("cupy")
     chip = device.for_arch("sm_75")
     specs = [
-        tune.make_spec(tune.parse_tile(text, 64), chip, "fp16", False, 1)
+        tune.make_spec(tune.parse_tile(text), 64, chip, "fp16", False, 1)
         for text in ("m64x32_w4s1", "m128x512_w4s1")
     ]
     made = tune.compile_all([*specs, *specs], chip, "sm_80")
@@ -140,8 +140,8 @@ def test_kept_measurements_are_of_tiles():
     assert len(kept["rows"]) > 500
     for values in kept["rows"]:
         row = dict(zip(kept["columns"], values, strict=True))
-        tile = tune.parse_tile(row["tile"], row["d"])
-        spec = tune.make_spec(tile, chip, "bf16", row["causal"], row["s"])
+        tile = tune.parse_tile(row["tile"])
+        spec = tune.make_spec(tile, row["d"], chip, row["dtype"], row["causal"], row["s"])
         assert spec.shared_bytes <= (row["padded_kb"] or 227) * 1024
         assert row["tflops"] > 0
         assert row["fa2"] > 0
@@ -171,7 +171,7 @@ def test_a_wrong_kernel_is_noticed():
         pytest.skip(tune.bench.why_not())
     gpu = device.get(0)
     full, causal = (
-        tune.make_spec(tune.parse_tile("m64x32_w4s1", 64), gpu, "fp16", mask, 1)
+        tune.make_spec(tune.parse_tile("m64x32_w4s1"), 64, gpu, "fp16", mask, 1)
         for mask in (False, True)
     )
     kernel = build.kernel(full, gpu)

@@ -50,27 +50,29 @@ def label(tile: Tile) -> str:
     return f"m{tile.block_m}x{tile.block_n}_w{tile.warps}s{tile.stages}{flags}"
 
 
-def parse_tile(text: str, head_dim: int) -> Tile:
+def parse_tile(text: str) -> Tile:
     """The tile of that label; ValueError for anything else."""
     match = TILE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no tile; one looks like m128x64_w4s2_qreg_b2")
     m, n, warps, stages = (int(number) for number in match.group(1, 2, 3, 4))
-    return Tile(head_dim, m, n, warps, stages, match[5] is not None, int(match[6] or 1))
+    return Tile(m, n, warps, stages, match[5] is not None, int(match[6] or 1))
 
 
-def make_spec(tile: Tile, chip: Device, dtype: str, causal: bool, seqlen: int) -> Spec:
-    """The tile's variant for contiguous tensors of head_dim `tile.max_head_dim`, with `seqlen` queries and keys."""
+def make_spec(
+    tile: Tile, head_dim: int, chip: Device, dtype: str, causal: bool, seqlen: int
+) -> Spec:
+    """The tile's variant for contiguous tensors with `seqlen` queries and keys."""
     return Spec(
         dtype=dtype,
-        head_dim=tile.max_head_dim,
-        head_dim_v=tile.max_head_dim,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
         isa=80 if chip.major >= 8 else 75,
         mask="causal" if causal else "full",
         even_m=seqlen % tile.block_m == 0,
         even_n=seqlen % tile.block_n == 0,
-        align=next(a for a in ALIGNMENTS if tile.max_head_dim * ELEMENT_BYTES % a == 0),
-        **tile.fields(narrow=False),
+        align=next(a for a in ALIGNMENTS if head_dim * ELEMENT_BYTES % a == 0),
+        **tile._asdict(),
     )
 
 
@@ -93,13 +95,13 @@ def candidates(head_dim: int, chip: Device) -> list[Tile]:
 
     Of values of blocks_per_sm that allow a thread as many registers, only the greatest is worth a try.
     """
-    present = select.tile(head_dim, chip)._replace(max_head_dim=head_dim, narrow_block_n=0)
+    present = select.tile(head_dim, chip)
     found: dict[tuple[object, ...], Tile] = {}
     sizes = itertools.product((64, 128), (32, 64, 96, 128), (4, 8), (1, 2), (False, True))
     for size, blocks in itertools.product(sizes, (1, 2, 3)):
-        tile = Tile(head_dim, *size, blocks_per_sm=blocks)
+        tile = Tile(*size, blocks)
         try:
-            spec = make_spec(tile, chip, "fp16", False, 1)
+            spec = make_spec(tile, head_dim, chip, "fp16", False, 1)
         except ValueError:
             continue
         # Of a thread: O and Q (two values in a register) are padded_head_dim wide, S is block_n wide.
@@ -185,14 +187,19 @@ def load(made: build.Artifact | str, chip: Device, gpu: Device) -> tuple[build.K
 
 
 def measure(
-    tiles: list[Tile], masks: list[str], seqlens: list[int], dtype: str, chip: Device, gpu: Device
+    d: int,
+    tiles: list[Tile],
+    masks: list[str],
+    seqlens: list[int],
+    dtype: str,
+    chip: Device,
+    gpu: Device,
 ) -> Iterator[Row]:
-    """A row per mask, length and tile of one head_dim, the table's first; "dropped" stands in place of figures."""
+    """A row per mask, length and tile of head_dim d, the table's first; "dropped" stands in place of figures."""
     import torch
 
-    d = tiles[0].max_head_dim
     points = [(MASKS[name], s, tile) for name in masks for s in seqlens for tile in tiles]
-    specs = [make_spec(tile, chip, dtype, causal, s) for causal, s, tile in points]
+    specs = [make_spec(tile, d, chip, dtype, causal, s) for causal, s, tile in points]
     # A table's tile serves all lengths, so its variant for odd ones must be usable, too.
     odd = [dataclasses.replace(spec, even_m=False, even_n=False) for spec in specs]
     compiled = compile_all([*specs, *odd], chip, build.target_arch(gpu))
@@ -258,7 +265,7 @@ def command(
     if max(dims) > MAX_HEAD_DIM:
         raise typer.BadParameter(f"--head-dim is {head_dim}; {MAX_HEAD_DIM} is the most")
     try:
-        given = [parse_tile(x, 0) for x in (screen.items(tile, "--tile") if tile else [])]
+        given = [parse_tile(x) for x in (screen.items(tile, "--tile") if tile else [])]
     except ValueError as error:
         raise typer.BadParameter(f"--tile: {error}") from None
     if shared and shared not in SMALLER:
@@ -276,9 +283,8 @@ def command(
         for d in dims:
             tiles = candidates(d, chip)
             if given:
-                own = (entry._replace(max_head_dim=d) for entry in given)
-                tiles = list(dict.fromkeys([tiles[0], *own]))
-            done = list(measure(tiles, masks, seqlens, dtype, chip, gpu))
+                tiles = list(dict.fromkeys([tiles[0], *given]))
+            done = list(measure(d, tiles, masks, seqlens, dtype, chip, gpu))
             show(done)
             rows += done
     except ValueError as error:

@@ -114,9 +114,8 @@ inline bool same(const Count& a, const Count& b) {
 void Worker::find(const char* what, uint16 site, int other_site, uint64 address, int other_thread,
                   bool race) {
   const Count& here = counts[site];
-  Finding finding = {what,    here.file, here.instruction, nullptr, nullptr,
-                     address, 1,         0,                0,       block,
-                     current, other_thread, race};
+  Finding finding = {what, here.file, here.instruction, nullptr,      nullptr, address, 1, 0,
+                     0,    block,     current,          other_thread, race};
   finding.line = static_cast<int>(here.line);
   if (other_site >= 0) {
     finding.other_file = counts[other_site].file;

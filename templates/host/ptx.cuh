@@ -114,15 +114,13 @@ __device__ __forceinline__ void load_global_16(uint32 (&value)[4], const void* s
   host::load_global("ld.global.16", value, source_gmem, 16, site);
 }
 
-__device__ __forceinline__ uint32 load_global_4(const void* source_gmem,
-                                                Site site = Site::here()) {
+__device__ __forceinline__ uint32 load_global_4(const void* source_gmem, Site site = Site::here()) {
   uint32 value;
   host::load_global("ld.global.4", &value, source_gmem, 4, site);
   return value;
 }
 
-__device__ __forceinline__ uint16 load_global_2(const void* source_gmem,
-                                                Site site = Site::here()) {
+__device__ __forceinline__ uint16 load_global_2(const void* source_gmem, Site site = Site::here()) {
   uint16 value;
   host::load_global("ld.global.2", &value, source_gmem, 2, site);
   return value;

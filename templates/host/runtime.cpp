@@ -86,8 +86,8 @@ void Worker::run_block(int index) {
     threads[i].copies.clear();
     threads[i].commits = 0;
     const std::size_t colour = i % kStackColours * kStackColour;
-    make_context(threads[i].context, stacks + (i + 1) * kStackBytes - colour,
-                 kStackBytes - colour, run_thread);
+    make_context(threads[i].context, stacks + (i + 1) * kStackBytes - colour, kStackBytes - colour,
+                 run_thread);
   }
   current = draw(launch.threads);
   switch_context(scheduler, threads[current].context);
@@ -127,9 +127,10 @@ int Worker::next_thread() {
   if (warps[own].waiting != 0) {
     const Meeting& meeting = warps[own].meeting;
     const bool at_barrier = warps[own].at_barrier != 0;
-    find(at_barrier ? "lanes of the warp wait at a barrier instead" : "lanes of the warp have ended",
-         site_index(meeting.instruction, meeting.site),
-         at_barrier ? site_index(kBarrier, warps[own].barrier) : -1, 0, -1, false);
+    find(
+        at_barrier ? "lanes of the warp wait at a barrier instead" : "lanes of the warp have ended",
+        site_index(meeting.instruction, meeting.site),
+        at_barrier ? site_index(kBarrier, warps[own].barrier) : -1, 0, -1, false);
     return -1;
   }
   const int warp_count = static_cast<int>(warps.size());

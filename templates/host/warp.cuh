@@ -92,8 +92,8 @@ inline void load_matrix(const Meeting& meeting) {
 void ldmatrix_x4(const Meeting& meeting) { load_matrix<false>(meeting); }
 void ldmatrix_x4_trans(const Meeting& meeting) { load_matrix<true>(meeting); }
 
-/// Lane l, g = l / 4, t = l % 4: a[i] holds row g + 8 (i % 2), columns 2 t + 8 (i / 2) and the next;
-/// b[i] rows 2 t + 8 i and the next of column g; d[i] row g + 8 (i / 2), column 2 t + i % 2.
+/// Lane l, g = l / 4, t = l % 4: a[i] holds row g + 8 (i % 2), columns 2 t + 8 (i / 2) and the
+/// next; b[i] rows 2 t + 8 i and the next of column g; d[i] row g + 8 (i / 2), column 2 t + i % 2.
 ///
 /// Products of 16-bit numbers are exact in fp32. Their sum is taken in fp32 to nearest, onto d, in
 /// the order of the inner dimension; the hardware's order and rounding are its own.
