@@ -13,6 +13,20 @@ from .build import CompileError
 
 __version__ = "0.1.0"
 
+# FlashAttention-2's other functions.
+_NOT_YET = {
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+}
+
+
+def __getattr__(name: str) -> object:
+    reason = "is not there yet" if name in _NOT_YET else "does not exist"
+    raise AttributeError(f"rtflash.{name} {reason}; rtflash {__version__} has {', '.join(__all__)}")
+
+
 __all__ = [
     "CompileError",
     "__version__",

@@ -85,7 +85,7 @@ def flash_attn_func(
     """
     return _attend(
         (q, k, v), ("q", "k", "v"), _apart, alibi_slopes,
-        (dropout_p, softmax_scale, causal, window_size, softcap), return_attn_probs,
+        (dropout_p, softmax_scale, causal, _pair(window_size), softcap), return_attn_probs,
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def flash_attn_kvpacked_func(
     """`flash_attn_func` of keys and values in one tensor, kv (batch, seqlen_k, 2, heads_k, head_dim)."""
     return _attend(
         (q, kv), ("q", "kv"), _unpack_kv, alibi_slopes,
-        (dropout_p, softmax_scale, causal, window_size, softcap), return_attn_probs,
+        (dropout_p, softmax_scale, causal, _pair(window_size), softcap), return_attn_probs,
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` of queries, keys and values in one tensor, qkv (batch, seqlen, 3, heads, head_dim)."""
     return _attend(
         (qkv,), ("qkv",), _unpack_qkv, alibi_slopes,
-        (dropout_p, softmax_scale, causal, window_size, softcap), return_attn_probs,
+        (dropout_p, softmax_scale, causal, _pair(window_size), softcap), return_attn_probs,
     )  # fmt: skip
 
 
@@ -181,6 +181,11 @@ def warmup(
         ]
 
 
+def _pair(window_size: Any) -> Any:
+    """A list as the tuple that it should be: options are part of a plan's key."""
+    return tuple(window_size) if type(window_size) is list else window_size
+
+
 def _apart(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     return q, k, v
 
@@ -224,6 +229,7 @@ def _attend(
 ) -> Any:
     """Every public function: `unpack` makes q, k, v of the Views (or NumPy arrays) of `inputs`."""
     library = tensor.framework(inputs[0], names[0])
+    library.refuse_tracing()
     views = list(map(_view, (library,) * len(inputs), inputs, names))
     slopes = None if alibi_slopes is None else _view(library, alibi_slopes, "alibi_slopes")
     if slopes is not None and slopes.ptr % 4:
@@ -268,7 +274,7 @@ def _on_device(
     try:
         plan, keep = _plans.get(key), True
     except TypeError:
-        # An option without a hash: a list, or something that the checks refuse.
+        # An option without a hash, which the checks refuse.
         plan, keep = None, False
     if plan is None:
         call = _check(q, k, v, slopes, options)

@@ -43,7 +43,7 @@ MAX_COUNTS = 4096
 MAX_FINDINGS = 100
 # Byte states of a tensor: see struct Buffer.
 PADDING, ELEMENT = 0, 1
-POISON = 0x7F  # 0x7f7f is a NaN in fp16, and huge in bf16 and fp32
+POISON = 0xFF  # NaN in fp16, bf16 and fp32
 GUARD = 1 << 20  # bytes before and after a tensor; the system gives them no memory
 ALIGNMENT = 256
 POINTERS = launch.POINTER_FIELDS

@@ -134,9 +134,9 @@ def real(name: str, value: object) -> float:
         try:
             return float(value)
         except OverflowError:
-            return math.copysign(math.inf, value)
+            return math.inf if value > 0 else -math.inf  # type: ignore[operator]
     raise TypeError(
-        f"{name} is a {type(value).__module__}.{type(value).__name__}; "
+        f"{name} is a {type(value).__name__};"
         " it must be a number on the host (int, float, NumPy scalar)"
     )
 
@@ -150,10 +150,9 @@ def truth(name: str, value: Any) -> bool:
 
 def window(name: str, value: Any, causal: bool) -> tuple[int, int]:
     """(left, right) of a window, with causal folded in as right == 0; bounds beyond every sequence are unbounded."""
-    try:
-        left, right = value
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is {value!r}; it must be a pair (left, right)") from None
+    if not isinstance(value, (tuple, np.ndarray)) or len(value) != 2:
+        raise ValueError(f"{name} is {value!r}; it must be a pair (left, right)")
+    left, right = value
     for side, bound in (("left", left), ("right", right)):
         if isinstance(bound, bool) or not isinstance(bound, Integral):
             raise TypeError(f"{name}'s {side} bound is {bound!r}; it must be an integer")

@@ -57,6 +57,9 @@ class Framework:
 
     name = ""
 
+    def refuse_tracing(self) -> None:
+        """Raise TypeError where the library records operations instead of running them: it would not record ours."""
+
     def view(self, x: Any, name: str = "tensor") -> View:
         """Where x's elements are. A View of a JAX array or DLPack tensor keeps it alive: hold on to it until `hold`.
 

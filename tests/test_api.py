@@ -303,3 +303,41 @@ def test_misaligned_slopes_after_aligned_ones() -> None:
 def test_warmup_refuses_what_no_call_may_have(head_dim: int, dtype: str) -> None:
     with pytest.raises((TypeError, ValueError), match=r"head_dim|fp32"):
         rtflash.warmup(head_dim, dtype)
+
+
+@pytest.mark.parametrize("backend", params("torch-cpu", "torch-cuda"), indirect=True)
+def test_tracers_are_refused(backend: Backend) -> None:
+    """What records torch's operations would not see ours, and give stale or no results later."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q = backend.make(np.zeros((1, 4, 2, 64), np.float32))
+    with pytest.raises(TypeError, match="make_fx"):
+        make_fx(lambda x: rtflash.flash_attn_func(x, x, x))(q)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(TypeError, match="FakeTensor"):
+        rtflash.flash_attn_func(q, q, q)
+    with pytest.raises(TypeError, match=r"jit\.trace"):
+        torch.jit.trace(lambda x: rtflash.flash_attn_func(x, x, x), q)
+    rtflash.flash_attn_func(q, q, q)
+
+
+@on_all
+def test_numbers_too_large_for_a_float(backend: Backend) -> None:
+    q = backend.make(np.zeros((1, 4, 2, 64), np.float32))
+    for option in ("softmax_scale", "softcap", "dropout_p"):
+        with pytest.raises(ValueError, match=option):
+            rtflash.flash_attn_func(q, q, q, **{option: 10**400})
+
+
+@pytest.mark.parametrize("window", [None, 5, {1, 2}, (1,), "12"], ids=str)
+def test_a_window_is_a_pair(window: Any) -> None:
+    q = np.zeros((1, 4, 2, 64), np.float16)
+    with pytest.raises(ValueError, match="it must be a pair"):
+        rtflash.flash_attn_func(q, q, q, window_size=window)
+
+
+def test_functions_that_are_not_there_yet_say_so() -> None:
+    with pytest.raises(AttributeError, match="flash_attn_varlen_func is not there yet"):
+        rtflash.flash_attn_varlen_func  # noqa: B018
+    assert not hasattr(rtflash, "flash_attn")

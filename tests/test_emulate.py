@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -13,11 +14,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import gpu_results
 import numpy as np
 import pytest
 from calls import Call, solved
 from compare import check, check_lse
-from layouts import encode
+from layouts import decode, encode
 from numpy.typing import NDArray
 from schedule import check_traffic
 
@@ -106,6 +108,20 @@ def test_any_order_of_warps_gives_the_same_bits(seed: int) -> None:
     assert first.counts == other.counts
 
 
+@pytest.mark.parametrize("call", gpu_results.CALLS, ids=lambda call: call.id)
+def test_equals_the_gpu(call: Call) -> None:
+    """Within one rounding of the output type at the scale of the row."""
+    if not gpu_results.RECORD.exists():
+        pytest.skip(f"no {gpu_results.RECORD.name}: run python tests/gpu_results.py on a GPU")
+    with np.load(gpu_results.RECORD) as kept:
+        spec = Spec.from_dict(json.loads(str(kept[f"{call.id}.spec"])))
+        out, lse = kept[f"{call.id}.out"], kept[f"{call.id}.lse"]
+    report = attend(call, spec=spec)
+    got = report.out.view(np.uint16).reshape(out.shape)
+    assert gpu_results.excess(call, decode(got, call.dtype), out) <= 1
+    np.testing.assert_allclose(report.lse, lse, atol=1e-5, rtol=1e-6)
+
+
 def test_empty_work() -> None:
     for seqlen_q, seqlen_k, batch in ((0, 5, 1), (5, 0, 1), (5, 5, 0)):
         attend(Call(seqlen_q, seqlen_k, batch=batch))
@@ -159,9 +175,11 @@ def table_tiles() -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("features", [{}, {"scale": -1.0, "window": (70, 3)}], ids=["", "narrow"])
 @pytest.mark.parametrize(("arch", "head_dim"), table_tiles())
-def test_no_bank_conflicts(arch: str, head_dim: int) -> None:
-    report = attend(Call(130, 150, heads=1, heads_k=1, batch=1, head_dim=head_dim), arch)
+def test_no_bank_conflicts(arch: str, head_dim: int, features: dict[str, Any]) -> None:
+    call = Call(130, 150, heads=1, heads_k=1, batch=1, head_dim=head_dim, **features)
+    report = attend(call, arch)
     assert report.bank_conflicts == {}
     assert report.instructions["ldmatrix.x4"] > 0
 

@@ -8,7 +8,7 @@
 namespace host {
 
 // What memory holds that nobody wrote: NaN in fp16, bf16 and fp32.
-constexpr int kPoison = 0x7f;
+constexpr int kPoison = 0xff;
 
 bool Worker::within_shared(uint32 address, int bytes, uint16 site) {
   const uint32 offset = address - kSharedBase;

@@ -1,210 +1,33 @@
-// Runs the threads of a block as fibers of one OS thread.
-//
-// A thread runs until it comes to a warp instruction, a barrier or its end; then another lane of
-// its warp goes on, and, when the warp has met, sometimes another warp, as the seed draws.
+// The part of the host target that does not depend on the variant: OS threads that run blocks, and
+// what runtime.cuh offers.
 #include "runtime.cuh"
-
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <thread>
 
 #include "counts.cuh"
 #include "memory.cuh"
+#include "scheduler.cuh"
 #include "warp.cuh"
-#include "worker.cuh"
 
-// What kernels declare as `extern __shared__`. Never touched: see cuda.cuh.
-alignas(128) unsigned char shared_smem[1 << 18];
+// What kernels declare as `extern __shared__`: addresses to hand to shared_address(), no memory.
+constexpr std::size_t kLargestPage = 1 << 16;
+alignas(kLargestPage) unsigned char shared_smem[4 * kLargestPage];
 
 namespace host {
 
-thread_local Worker* worker = nullptr;
-
 namespace {
 
-// printf alone takes several KiB; without optimisation a thread's tiles take tens.
-constexpr std::size_t kStackBytes = 256 << 10;
-
-// Stacks that start at equal addresses modulo the cache's size would evict one another.
-constexpr std::size_t kStackColour = 9 * 64;
-constexpr std::size_t kStackColours = 32;
-
-// After a warp instruction another warp goes on with this probability, one in.
-constexpr uint32 kWarpTurn = 8;
-
-void run_thread() {
-  worker->kernel(worker->launch.params);
-  worker->end_thread();
+/// Makes a kernel that touches shared memory otherwise than by the twins' functions fault.
+bool forbid_shared_memory() {
+  const auto begin = reinterpret_cast<std::uintptr_t>(shared_smem);
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const std::uintptr_t first = (begin + page - 1) / page * page;
+  const std::uintptr_t last = (begin + sizeof(shared_smem)) / page * page;
+  return mprotect(reinterpret_cast<void*>(first), last - first, PROT_NONE) == 0;
 }
 
 }  // namespace
-
-Worker::Worker(const Launch& given, void (*given_kernel)(const void*))
-    : launch(given),
-      kernel(given_kernel),
-      threads(given.threads),
-      warps(given.threads / kWarpSize),
-      shared(given.shared_bytes),
-      shadows(given.shared_bytes / kGranule + 1),
-      buffers(given.buffers, given.buffers + given.buffer_count),
-      count_slots(4 * kMaxSites) {
-  for (Buffer& buffer : buffers) buffer.bytes_read = buffer.bytes_written = 0;
-  stacks = static_cast<unsigned char*>(mmap(nullptr, threads.size() * kStackBytes,
-                                            PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0));
-  const long page = sysconf(_SC_PAGESIZE);
-  // A stack that overflows meets a page that faults.
-  for (std::size_t i = 0; i < threads.size(); ++i) {
-    mprotect(stacks + i * kStackBytes, page, PROT_NONE);
-  }
-}
-
-Worker::~Worker() { munmap(stacks, threads.size() * kStackBytes); }
-
-/// A number below `below` (xorshift64*: Vigna, 2016).
-uint32 Worker::draw(uint32 below) {
-  random ^= random >> 12;
-  random ^= random << 25;
-  random ^= random >> 27;
-  return static_cast<uint32>((random * 0x2545f4914f6cdd1dull >> 32) * below >> 32);
-}
-
-void Worker::run_block(int index) {
-  block = index;
-  stopped = false;
-  arrived = 0;
-  random = (launch.seed + 1) * 0x9e3779b97f4a7c15ull + (index + 1) * 0xd1b54a32d192ed03ull;
-  random |= 1;
-  block_epoch = ++epoch;
-  std::memset(shared.data(), kPoison, shared.size());
-  for (Warp& warp : warps) {
-    warp.waiting = warp.at_barrier = warp.ended = 0;
-    warp.turn = draw(kWarpSize);
-  }
-  for (std::size_t i = 0; i < threads.size(); ++i) {
-    threads[i].copies.clear();
-    threads[i].commits = 0;
-    const std::size_t colour = i % kStackColours * kStackColour;
-    make_context(threads[i].context, stacks + (i + 1) * kStackBytes - colour, kStackBytes - colour,
-                 run_thread);
-  }
-  current = draw(launch.threads);
-  switch_context(scheduler, threads[current].context);
-  for (Warp& warp : warps) count_groups(warp);
-}
-
-/// Lets another thread run; returns when this one's turn comes.
-void Worker::leave() {
-  const int from = current;
-  const int next = stopped ? -1 : next_thread();
-  if (next < 0) {
-    switch_context(threads[from].context, scheduler);
-  } else {
-    hand_over(next);
-  }
-}
-
-void Worker::hand_over(int next) {
-  const int from = current;
-  if (next == from) return;
-  current = next;
-  switch_context(threads[from].context, threads[next].context);
-}
-
-/// A lane of a warp that can run, as a thread.
-int Worker::pick_lane(int warp) const {
-  const uint32 ready = warps[warp].ready();
-  const uint32 turn = warps[warp].turn;
-  const uint32 rotated = ready >> turn | ready << (kWarpSize - turn) % kWarpSize;
-  return warp * kWarpSize + (__builtin_ctz(rotated) + turn) % kWarpSize;
-}
-
-/// The thread that goes on when the running one cannot; -1: the block is over.
-int Worker::next_thread() {
-  const int own = current / kWarpSize;
-  if (warps[own].ready() != 0) return pick_lane(own);
-  if (warps[own].waiting != 0) {
-    const Meeting& meeting = warps[own].meeting;
-    const bool at_barrier = warps[own].at_barrier != 0;
-    find(
-        at_barrier ? "lanes of the warp wait at a barrier instead" : "lanes of the warp have ended",
-        site_index(meeting.instruction, meeting.site),
-        at_barrier ? site_index(kBarrier, warps[own].barrier) : -1, 0, -1, false);
-    return -1;
-  }
-  const int warp_count = static_cast<int>(warps.size());
-  const int first = draw(warp_count);
-  for (int i = 0; i < warp_count; ++i) {
-    const int warp = (first + i) % warp_count;
-    if (warps[warp].ready() != 0) return pick_lane(warp);
-  }
-  for (const Warp& warp : warps) {
-    if (warp.at_barrier == 0) continue;
-    find("threads of the block end without the barrier", site_index(kBarrier, warp.barrier), -1, 0,
-         -1, false);
-    break;
-  }
-  return -1;
-}
-
-void Worker::meet(const char* instruction, void (*compute)(const Meeting&), void* operands,
-                  Site site) {
-  Warp& warp = warps[current / kWarpSize];
-  Meeting& meeting = warp.meeting;
-  if (warp.waiting == 0) {
-    meeting.instruction = instruction;
-    meeting.site = site;
-    meeting.warp = current / kWarpSize;
-  } else if (meeting.instruction != instruction || meeting.site.line != site.line ||
-             meeting.site.file != site.file) {
-    find("lanes of the warp wait at another instruction", site_index(instruction, site),
-         site_index(meeting.instruction, meeting.site), 0, -1, false);
-    stopped = true;
-    leave();
-  }
-  const int lane = current % kWarpSize;
-  meeting.operands[lane] = operands;
-  warp.waiting |= 1u << lane;
-  if (warp.waiting != ~0u) {
-    leave();
-    return;
-  }
-  count_groups(warp);
-  Count& count = counts[site_index(instruction, site)];
-  count.threads += kWarpSize;
-  ++count.warps;
-  compute(meeting);
-  warp.waiting = 0;
-  warp.turn = draw(kWarpSize);
-  if (draw(kWarpTurn) == 0) {
-    const int other = draw(static_cast<uint32>(warps.size()));
-    if (warps[other].ready() != 0) hand_over(pick_lane(other));
-  }
-}
-
-void Worker::barrier(Site site) {
-  Warp& warp = warps[current / kWarpSize];
-  warp.at_barrier |= 1u << current % kWarpSize;
-  warp.barrier = site;
-  ++counts[site_index(kBarrier, site)].threads;
-  if (++arrived < launch.threads) {
-    leave();
-    return;
-  }
-  arrived = 0;
-  ++epoch;
-  for (Warp& each : warps) {
-    each.at_barrier = 0;
-    count_groups(each);
-  }
-  hand_over(pick_lane(draw(static_cast<uint32>(warps.size()))));
-}
-
-void Worker::end_thread() {
-  warps[current / kWarpSize].ended |= 1u << current % kWarpSize;
-  leave();
-}
 
 int thread_index() { return worker->current; }
 
@@ -268,6 +91,8 @@ void wait_copies(int pending, Site site) {
 }
 
 void launch(Launch& launch, void (*kernel)(const void*)) {
+  static const bool forbidden = forbid_shared_memory();
+  (void)forbidden;
   std::atomic<int> next_block = 0;
   std::vector<Worker*> workers;
   for (int i = 0; i < std::max(1, std::min(launch.workers, launch.blocks)); ++i) {
