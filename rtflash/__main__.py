@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +33,14 @@ def main() -> None:
         needs = " and ".join(missing)
         print(f"The rtflash command needs {needs}, not installed here: {INSTALL}", file=sys.stderr)
         sys.exit(2)
-    import_tool("cli").app(prog_name="rtflash")
+    try:
+        import_tool("cli").app(prog_name="rtflash")
+    except OSError as error:
+        # A full disk, above all. The interpreter would try again to write what stdout still holds.
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"rtflash: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

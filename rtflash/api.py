@@ -358,4 +358,5 @@ def _on_host(
         out, lse = emulate.forward(call, q, k, v, slopes)
     else:
         out, lse = cpu.forward(call, q, k, v, slopes)
-    return library.from_host(out, call.dtype), library.from_host(lse, "fp32")
+    like = inputs[0]
+    return library.from_host(out, call.dtype, like), library.from_host(lse, "fp32", like)

@@ -149,7 +149,11 @@ def artifact(spec: Spec, arch: str) -> Artifact:
             made = compile(spec, arch)
         else:
             place = cache.folder(spec.name, key)
-            entry, kept = cache.obtain(place, lambda: to_entry(compile(spec, arch)))
+            entry, kept = cache.obtain(
+                place,
+                lambda: to_entry(compile(spec, arch)),
+                lambda entry: is_sound(spec, arch, entry),
+            )
             made = from_entry(spec, arch, key, entry, place if kept else None)
         if made.folder is None:
             _unkept[spec, arch] = made
@@ -241,6 +245,15 @@ def from_entry(spec: Spec, arch: str, key: str, entry: cache.Entry, place: Path 
         key=key,
         folder=place,
     )
+
+
+def is_sound(spec: Spec, arch: str, entry: cache.Entry) -> bool:
+    """Whether an entry of the cache has all that `from_entry` needs, and nothing that it does not know."""
+    try:
+        from_entry(spec, arch, "", entry, None)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
 
 
 def load(made: Artifact, device: Device) -> Kernel:

@@ -102,10 +102,18 @@ def folder(name: str, key: str) -> Path:
     return settings.get().cache_dir / f"{name}.{key}"
 
 
-def obtain(place: Path, make: Callable[[], Entry]) -> tuple[Entry, bool]:
+def obtain(
+    place: Path, make: Callable[[], Entry], sound: Callable[[Entry], bool] = lambda entry: True
+) -> tuple[Entry, bool]:
     """The entry at `place`, built by `make` if it is missing or damaged.
 
     One process builds, the others wait for it.
+
+    Parameters
+    ----------
+    place : a variant's folder.
+    make : builds the entry.
+    sound : whether the caller can use an entry whose checksums are right.
 
     Returns
     -------
@@ -113,17 +121,19 @@ def obtain(place: Path, make: Callable[[], Entry]) -> tuple[Entry, bool]:
     kept : bool, whether it is on disk.
     """
     found = load(place)
-    if found is not None:
+    if found is not None and sound(found):
         return found, True
     problem = unusable(place.parent)
     if problem is None:
         with locked(place):
             found = load(place)
-            if found is not None:
+            if found is not None and sound(found):
                 return found, True
             if os.path.lexists(place):
                 warn_once("damaged", f"rtflash: rebuilding the damaged cache folder {place}")
             made = make()
+            if found is not None:
+                remove(place)  # `store` would keep it, as its checksums are right
             try:
                 store(place, made)
                 return made, True
@@ -147,9 +157,9 @@ def load(place: Path) -> Entry | None:
             return None
         sums = record.pop("sha256")
         files = {name: (place / name).read_bytes() for name in sums}
+        if any(hashlib.sha256(data).hexdigest() != sums[name] for name, data in files.items()):
+            return None
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        return None
-    if any(hashlib.sha256(data).hexdigest() != sums[name] for name, data in files.items()):
         return None
     return Entry(files, record)
 

@@ -67,12 +67,20 @@ def get(index: int) -> Device:
 
     Raises
     ------
+    ImportError
+        CuPy is not installed, or cannot be imported; the message says what to install.
     RuntimeError
         There is no such device, or CUDA cannot be used.
     """
-    from cupy.cuda import runtime
+    try:
+        from cupy.cuda import runtime
 
-    properties = runtime.getDeviceProperties(index)
+        properties = runtime.getDeviceProperties(index)
+    except ImportError as error:
+        raise ImportError(why_no_cuda(), name="cupy") from error
+    except RuntimeError as error:
+        reason = why_no_cuda() or f"CUDA cannot use GPU {index} ({first_line(error)})."
+        raise RuntimeError(reason) from error
     return Device(
         index=index,
         name=properties["name"].decode(),
@@ -102,11 +110,11 @@ def for_arch(arch: str) -> Device:
     return Device(0, product, number // 10, number % 10, sm_count, shared_bytes, l2_bytes)
 
 
-def why_no_gpu() -> str | None:
-    """None where a GPU can be used, else the reason as one sentence."""
+def why_no_cuda() -> str | None:
+    """None where CUDA counts at least one GPU, else the reason as one sentence."""
     try:
         import cupy  # noqa: F401  so that the error names it
-        from cupy.cuda import nvrtc, runtime
+        from cupy.cuda import nvrtc, runtime  # noqa: F401
     except ImportError as error:
         if error.name == "cupy":
             return f"CuPy is not installed: {INSTALL}."
@@ -115,12 +123,20 @@ def why_no_gpu() -> str | None:
         count = runtime.getDeviceCount()
     except RuntimeError as error:
         return f"CUDA finds no driver or no GPU ({first_line(error)})."
-    if count == 0:
-        return "CUDA finds no GPU."
+    return None if count else "CUDA finds no GPU."
+
+
+def why_no_gpu() -> str | None:
+    """None where a GPU can be used, else the reason as one sentence."""
+    reason = why_no_cuda()
+    if reason is not None:
+        return reason
+    from cupy.cuda import nvrtc, runtime
+
     try:
-        devices = [get(index) for index in range(count)]
+        devices = [get(index) for index in range(runtime.getDeviceCount())]
     except RuntimeError as error:
-        return f"CUDA cannot use its GPU ({first_line(error)})."
+        return first_line(error)
     if all((device.major, device.minor) < OLDEST for device in devices):
         names = ", ".join(f"{device.name} ({device.arch})" for device in devices)
         return f"{names} is older than sm_75, the least that rtflash's kernels run on."

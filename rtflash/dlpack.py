@@ -56,7 +56,7 @@ class View(NamedTuple):
     shape : sizes (any tuple type; torch's is torch.Size).
     strides : steps in elements; those of size-1 dimensions mean nothing.
     dtype : "fp16", "bf16", "fp32", else as NumPy would say ("int32", "float64", "bool").
-    device : CUDA device index; -1 = host.
+    device : CUDA device index; -1 = host (-1 - i: device i of JAX's that are all the host).
     """
 
     ptr: int
@@ -157,10 +157,15 @@ def device(producer: Any, name: str = "tensor") -> int:
     Raises
     ------
     TypeError
-        Another kind of device.
+        Another kind of device, or none that the producer can tell.
     """
-    kind, index = producer.__dlpack_device__()
-    return device_index(int(kind), int(index), name)
+    try:
+        kind, index = map(int, producer.__dlpack_device__())
+    except (TypeError, ValueError, BufferError) as error:
+        raise TypeError(
+            f"{name}'s __dlpack_device__ must give two whole numbers, the device's type and index: {error}"
+        ) from error
+    return device_index(kind, index, name)
 
 
 def device_index(kind: int, index: int, name: str) -> int:
@@ -192,11 +197,15 @@ def borrow(producer: Any, stream: int | None, name: str = "tensor") -> Borrowed:
     Raises
     ------
     TypeError
-        A device or an element that is not one number (lanes), or an object that `__dlpack__` should not return.
+        A device or an element that is not one number (lanes), an object that `__dlpack__` should not return, or a
+        tensor that the producer does not export.
     ValueError
         A capsule that was consumed before, or a tensor with elements and no address.
     """
-    capsule = request(producer, stream, name)
+    try:
+        capsule = request(producer, stream, name)
+    except BufferError as error:
+        raise TypeError(f"{name}'s __dlpack__ does not export it: {error}") from error
     tensor, managed = consume(capsule, name)
     view = Borrowed(*describe(tensor, name))
     view.owner = managed

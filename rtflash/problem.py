@@ -219,11 +219,16 @@ def shape_reasons(q: View, k: View, v: View, alibi_slopes: View | None) -> list[
         name: x.device for name, x in (*named, ("alibi_slopes", alibi_slopes)) if x is not None
     }
     if len(set(devices.values())) > 1:
-        places = ", ".join(
-            f"{name} on {'the host' if d < 0 else f'cuda:{d}'}" for name, d in devices.items()
-        )
+        places = ", ".join(f"{name} on {place(d)}" for name, d in devices.items())
         reasons.append(f"{places}; all must be on one device")
     return reasons
+
+
+def place(device: int) -> str:
+    """A View's device in words."""
+    if device >= 0:
+        return f"cuda:{device}"
+    return "the host" if device == -1 else f"host device {-1 - device}"
 
 
 def alignment(*views: View) -> int:

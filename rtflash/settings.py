@@ -102,7 +102,12 @@ def cache_dir() -> Path:
     if "\0" in text:
         raise ValueError(f"RTFLASH_CACHE_DIR is {text!r}; it must be a path")
     path = os.path.expanduser(text)
-    return Path(path if path.startswith("~") else os.path.abspath(path))
+    try:
+        return Path(path if path.startswith("~") else os.path.abspath(path))
+    except FileNotFoundError:
+        raise ValueError(
+            f"RTFLASH_CACHE_DIR is {text!r}, relative to a current folder that was deleted; it must be absolute"
+        ) from None
 
 
 def describe() -> list[Row]:

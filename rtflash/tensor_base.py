@@ -102,8 +102,11 @@ class Framework:
         """A host tensor as a NumPy view, waiting for it; bf16 as ml_dtypes.bfloat16, else as its bits in uint16."""
         raise NotImplementedError
 
-    def from_host(self, array: np.ndarray[Any, Any], dtype: str) -> Any:
-        """A fresh NumPy array (bf16 as `host` gives it) in the caller's library, without a copy where it can be."""
+    def from_host(self, array: np.ndarray[Any, Any], dtype: str, like: Any = None) -> Any:
+        """A fresh NumPy array (bf16 as `host` gives it) in the caller's library, without a copy where it can be.
+
+        It is put where `like`, a tensor of the library, lies; that matters where a library has several host devices.
+        """
         raise NotImplementedError
 
     def needs_grad(self, x: Any) -> bool:

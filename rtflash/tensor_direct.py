@@ -147,7 +147,7 @@ class Torch(Framework):
             return x.numpy()
         return x.view(self.torch.int16).numpy().view(bfloat16() or np.uint16)
 
-    def from_host(self, array: np.ndarray[Any, Any], dtype: str) -> Any:
+    def from_host(self, array: np.ndarray[Any, Any], dtype: str, like: Any = None) -> Any:
         if dtype != "bf16":
             return self.torch.from_numpy(array)
         return self.torch.from_numpy(array.view(np.int16)).view(self.torch.bfloat16)
@@ -184,7 +184,7 @@ class Numpy(Framework):
     def host(self, x: Any) -> np.ndarray[Any, Any]:
         return np.asarray(x)
 
-    def from_host(self, array: np.ndarray[Any, Any], dtype: str) -> Any:
+    def from_host(self, array: np.ndarray[Any, Any], dtype: str, like: Any = None) -> Any:
         return array.view(numpy_dtype(dtype))
 
 

@@ -65,7 +65,7 @@ class Producer(Framework):
         array = over_host(view, view)
         return array.view(bfloat16() or np.uint16) if view.dtype == "bf16" else array
 
-    def from_host(self, array: np.ndarray[Any, Any], dtype: str) -> Any:
+    def from_host(self, array: np.ndarray[Any, Any], dtype: str, like: Any = None) -> Any:
         if self.give is None:
             return array.view(numpy_dtype(dtype))
         return self.give(Export(array.view(bits_dtype(dtype)), dtype))
@@ -112,7 +112,9 @@ class Jax(Framework):
                 self.devices[view.device] = device
                 return view
         array = np.asarray(x)
-        view = Borrowed(*self.numpy.view(array, name))
+        # XLA can split the host into several devices (xla_force_host_platform_device_count), apart like any others.
+        place = -1 - device.id if device.platform == "cpu" else -1
+        view = Borrowed(*self.numpy.view(array, name)[:4], place)
         view.owner = array
         return view
 
@@ -172,10 +174,13 @@ class Jax(Framework):
     def host(self, x: Any) -> np.ndarray[Any, Any]:
         return np.asarray(x)
 
-    def from_host(self, array: np.ndarray[Any, Any], dtype: str) -> Any:
+    def from_host(self, array: np.ndarray[Any, Any], dtype: str, like: Any = None) -> Any:
         jax = self.jax
-        with (
-            jax.ensure_compile_time_eval(),
-            jax.default_device(jax.local_devices(backend="cpu")[0]),
-        ):
-            return jax.numpy.asarray(array.view(numpy_dtype(dtype)))
+        place = jax.local_devices(backend="cpu")[0]
+        if like is not None:
+            # Host memory of a GPU's (pinned_host) stays such.
+            kind, (device,) = like.sharding.memory_kind, like.devices()
+            place = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+        with jax.ensure_compile_time_eval():
+            # Explicit: jax.transfer_guard("disallow") forbids the transfers that nobody wrote down.
+            return jax.device_put(array.view(numpy_dtype(dtype)), place)

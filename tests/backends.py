@@ -12,16 +12,17 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 HOST = ("numpy", "torch-cpu", "jax-cpu")
+EMULATED = "emulated"
 GPU = ("torch-cuda", "cupy", "jax-cuda")
 
 
 def params(*names: str) -> list[Any]:
-    """pytest parameters for the named backends; those on a GPU carry the marker `gpu`."""
-    return [pytest.param(name, marks=pytest.mark.gpu) if name in GPU else name for name in names]
+    """pytest parameters for the named backends; those on a GPU carry the marker `gpu`, emulated ones `emulated`."""
+    marks = {EMULATED: pytest.mark.emulated, **dict.fromkeys(GPU, pytest.mark.gpu)}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
-ALL_BACKENDS = params(*HOST, *GPU)
-HOST_BACKENDS = params(*HOST)
+ALL_BACKENDS = params(*HOST, EMULATED, *GPU)
 GPU_BACKENDS = params(*GPU)
 
 
@@ -75,6 +76,12 @@ class Backend:
 
     def synchronize(self) -> None:
         """Wait for the device."""
+
+
+class Emulated(Backend):
+    """NumPy arrays, through the kernels compiled for the host (the fixture sets RTFLASH_BACKEND)."""
+
+    name = EMULATED
 
 
 class Torch(Backend):
@@ -234,6 +241,7 @@ def backend(name: str) -> Backend:
     """The named backend; skips the test where its framework, or the GPU part of it, is missing."""
     made = {
         "numpy": lambda: Backend(),
+        EMULATED: lambda: Emulated(),
         "torch-cpu": lambda: Torch("cpu"),
         "torch-cuda": lambda: Torch("cuda"),
         "cupy": lambda: Cupy(),

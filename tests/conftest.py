@@ -1,11 +1,12 @@
-"""Fixtures: the backends, a cache folder of this session's own, and the kernels of GPU tests compiled ahead."""
+"""Fixtures: the backends, a cache folder of this session's own, and kernels of GPU and host compiled ahead."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,20 +16,21 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # JAX would take three quarters of the GPU's memory at its first use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from backends import Backend
+from backends import EMULATED, Backend
 from backends import backend as make_backend
 
-from rtflash import build, device, nvrtc, select
+from rtflash import build, cxx, device, emulate, nvrtc, select
 from rtflash.spec import Spec
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the GPU tests, with the reason, where no GPU is usable."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    reason = device.why_no_gpu() if marked else None
-    if reason:
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    """Skip the GPU tests where no GPU is usable, and the emulated ones where no compiler is, with the reason."""
+    for marker, why_not in (("gpu", device.why_no_gpu), ("emulated", emulate.why_not)):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = why_not() if marked else None
+        if reason:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,26 +46,47 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def compiled_ahead(request: pytest.FixtureRequest, cache_folder: Path) -> int:
     """Compile the kernels of every collected GPU test that has a `call`, in parallel; their number."""
     gpu = device.get(0)
-    specs: dict[Spec, None] = {}
-    for item in request.session.items:
-        callspec = getattr(item, "callspec", None)
-        if callspec and item.get_closest_marker("gpu") and "call" in callspec.params:
-            specs[select.forward(callspec.params["call"].problem(), gpu)[0]] = None
-    compile_all(list(specs), nvrtc.target_arch(gpu))
+    specs = {
+        select.forward(params["call"].problem(), gpu)[0]: None
+        for params in params_of_calls(request.session.items, "gpu")
+    }
+    arch = nvrtc.target_arch(gpu)
+    on_all_cores(lambda spec: build.artifact(spec, arch), list(specs))
     return len(specs)
 
 
-def compile_all(specs: list[Spec], arch: str) -> None:
-    """Compile the variants into the cache folder on all cores (NVRTC runs outside Python's lock)."""
+@pytest.fixture(scope="session")
+def emulated_ahead(request: pytest.FixtureRequest, cache_folder: Path) -> int:
+    """Compile for the host the kernels of every collected emulated test that has a `call`; their number."""
+    specs: dict[Spec, None] = {}
+    for params in params_of_calls(request.session.items, "emulated"):
+        gpu = device.for_arch(params.get("arch", emulate.ARCH))
+        specs[select.forward(params["call"].problem(), gpu)[0]] = None
+    on_all_cores(cxx.library, list(specs))
+    return len(specs)
+
+
+def params_of_calls(items: list[pytest.Item], marker: str) -> list[dict[str, Any]]:
+    """The parameters of tests that carry the marker and have a `call`."""
+    marked = [item for item in items if item.get_closest_marker(marker)]
+    parameters = [item.callspec.params for item in marked if hasattr(item, "callspec")]
+    return [params for params in parameters if "call" in params]
+
+
+def on_all_cores(compile_one: Callable[[Spec], object], specs: list[Spec]) -> None:
+    """Compile the variants into the cache folder (compilers run outside Python's lock)."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(lambda spec: build.artifact(spec, arch), specs):
+        for _ in pool.map(compile_one, specs):
             pass
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest) -> Backend:
-    """The backend named by the test's parameter."""
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """The backend named by the test's parameter; host arrays go through the emulated kernels if it is `emulated`."""
     made = make_backend(request.param)
+    monkeypatch.setenv("RTFLASH_BACKEND", "emulate" if made.name == EMULATED else "numpy")
     if made.on_gpu:
         request.getfixturevalue("compiled_ahead")
+    if made.name == EMULATED:
+        request.getfixturevalue("emulated_ahead")
     return made

@@ -114,6 +114,8 @@ PROBES = {
         Tile(128, 64, 4, 2),
         section=2,
     ),
+    "wide cap": Probe(Call(70, 130, softcap=50.0, magnitude=3.0, **ONE), TWO_STAGES),
+    "no cap": Probe(Call(70, 130, softcap=2.0**60, magnitude=3.0, **ONE), TWO_STAGES),
     "peaked": Probe(Call(128, 256, magnitude=8.0, head_dim=128, **ONE), Tile(128, 64, 4, 2)),
 }
 
@@ -443,6 +445,9 @@ FAULTS = (
         "1.f - 1.f * reciprocal",
         "features",
     ),
+    Fault("tanh's series alternates not", "score.cuh", "- 1.f / 3.f)", "+ 1.f / 3.f)", "wide cap"),
+    Fault("tanh's series too far out", "score.cuh", "square < 0.01f", "square < 1.f", "features"),
+    Fault("tanh without its series", "score.cuh", "square < 0.01f", "square < 0.f", "no cap"),
     Fault(
         "ALiBi's distance signed",
         "score.cuh",
@@ -468,16 +473,20 @@ FAULTS = (
 )
 
 
-def make(fault: Fault, folder: Path) -> Path:
-    """A copy of the templates with the fault."""
-    shutil.copytree(render.default_folder(), folder)
-    path = folder / fault.file
-    text = path.read_text(encoding="utf-8")
+def mutated(fault: Fault) -> str:
+    """The file's text with the fault; ValueError if it does not apply."""
+    text = (render.default_folder() / fault.file).read_text(encoding="utf-8")
     if text.count(fault.old) != 1:
         raise ValueError(
             f"{fault.name}: {fault.old!r} stands {text.count(fault.old)} times in {fault.file}"
         )
-    path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+    return text.replace(fault.old, fault.new)
+
+
+def make(fault: Fault, folder: Path) -> Path:
+    """A copy of the templates with the fault."""
+    shutil.copytree(render.default_folder(), folder)
+    (folder / fault.file).write_text(mutated(fault), encoding="utf-8")
     return folder
 
 
@@ -560,6 +569,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("names", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
+    unknown = set(arguments.names) - {fault.name for fault in FAULTS}
+    if unknown:
+        parser.error(f"no fault is called {', '.join(sorted(unknown))}")
     if arguments.answer:
         print(answer(arguments.names[0]))
         return 0

@@ -211,6 +211,32 @@ def test_case_b16_damaged_files_are_rebuilt(monkeypatch, compiled, file, damage)
     assert build.compile_count == 2
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"resources": {"bogus": 1}},
+        {"resources": None},
+        {"sha256": {}},
+        {"sha256": ["kernel.cubin"]},
+    ],
+    ids=str,
+)
+def test_a_record_of_other_fields_is_rebuilt_though_its_checksum_is_right(
+    monkeypatch, compiled, change
+):
+    monkeypatch.setattr(nvrtc, "run", lambda *_: (compiled.cubin, compiled.log))
+    made = build.artifact(SMALL, "sm_80")
+    file = made.folder / "spec.json"
+    record = json.loads(file.read_text()) | change
+    del record["checksum"]
+    file.write_text(json.dumps(record | {"checksum": cache.checksum(record)}))
+    with pytest.warns(RuntimeWarning, match="damaged cache folder"):
+        repaired = build.artifact(SMALL, "sm_80")
+    assert repaired.folder == made.folder
+    assert build.artifact(SMALL, "sm_80") == repaired
+    assert build.compile_count == 2
+
+
 def test_without_disk_cache_a_process_compiles_once(monkeypatch, folder):
     monkeypatch.setenv("RTFLASH_CACHE", "0")
     with warnings.catch_warnings():

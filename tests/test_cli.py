@@ -1,8 +1,11 @@
 """The command line, on a machine with or without a GPU."""
 
 import json
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +21,7 @@ from rtflash.__main__ import import_tool
 bench, chart, cli, demo = (import_tool(name) for name in ("bench", "chart", "cli", "demo"))
 screen = import_tool("screen")
 
+ROOT = Path(__file__).resolve().parents[1]
 ROWS = [
     {"mode": "machine", "gpu": "Some GPU"},
     {"mode": "fwd", "dtype": "bfloat16", "d": 64, "causal": False, "s": 1024, "b": 16, "h": 32}
@@ -86,6 +90,9 @@ def test_cache_commands():
     assert "sm_80" in listed
     assert "1 kernel, 4 KB" in run("cache", "size").output
     assert "deleted 1 kernel," in run("cache", "clear").output
+    cache.store(place, cache.Entry({}, {"arch": 80, "resources": []}))
+    assert "80" in run("cache", "list").output
+    assert run("cache", "clear").exit_code == 0
     assert "0 kernels" in run("cache", "list").output
 
 
@@ -182,6 +189,63 @@ def test_bench_refuses_nonsense(tmp_path):
     assert run("bench", "--from", tmp_path / "missing.json").exit_code == 2
     (tmp_path / "other.json").write_text("{}")
     assert run("bench", "--from", tmp_path / "other.json").exit_code == 2
+
+
+def test_bench_refuses_what_it_cannot_measure(monkeypatch, tmp_path):
+    """Before any work: exit code 2 and a message that names the option."""
+    monkeypatch.setattr(bench, "cpu", None)
+    for option, value in [
+        ("--head-dim", 300),
+        ("--seqlen", 99999999999999),
+        ("--mode", "host"),
+        ("--plot", tmp_path / "x.png"),
+        ("--json", tmp_path),
+        ("--json", tmp_path / "missing" / "x.json"),
+    ]:
+        result = run("bench", "--cpu", option, value)
+        assert result.exit_code == 2, (option, result.output)
+        assert option in result.output
+    saved = tmp_path / "rows.json"
+    chart.save(ROWS, saved)
+    for plot in (tmp_path / "x.txt", tmp_path / "missing" / "x.png"):
+        assert "--plot" in run("bench", "--from", saved, "--plot", plot).output
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"a": 1}],
+        [{"mode": "fwd"}],
+        [{"mode": ["fwd"], "rtflash": 1}],
+        [{"mode": "host us/call", "rtflash": "fast"}],
+        [{"mode": "fwd", "rtflash": 300}],
+    ],
+    ids=str,
+)
+def test_bench_refuses_rows_that_it_cannot_show(tmp_path, rows):
+    saved = tmp_path / "rows.json"
+    chart.save(rows, saved)
+    result = run("bench", "--from", saved)
+    assert result.exit_code == 2
+    assert "holds no rows" in result.output
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+@pytest.mark.parametrize(("place", "code"), [("/dev/full", 2), ("&-", 0)])
+@pytest.mark.parametrize("options", ["--version", "cache size"])
+def test_stdout_that_takes_nothing_gives_no_traceback(place, code, options):
+    command = f'"{sys.executable}" -m rtflash {options} >{place}'
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr.count("\n") == (1 if code else 0), done.stderr
+
+
+def test_narrow_terminals_leave_setting_names_whole(monkeypatch, without_gpu):
+    monkeypatch.setattr(cli.console, "_width", 40)
+    lines = run("info").output.splitlines()
+    for row in settings.describe():
+        assert any(line.startswith(row.variable + " ") for line in lines)
 
 
 def test_units():

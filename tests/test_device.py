@@ -10,6 +10,8 @@ import pytest
 from rtflash import device
 from rtflash.device import Device
 
+NOWHERE = 99  # an index that no test machine has: `get` remembers what it has read
+
 
 def fake(major: int, minor: int, name: str = "Fake") -> Device:
     return Device(0, name, major, minor, 100, 101376, 1 << 22)
@@ -49,10 +51,10 @@ def test_unknown_arch_is_refused():
         device.for_arch("sm_61")
 
 
-def fake_cupy(monkeypatch, count, nvrtc_version=lambda: (13, 0)):
+def fake_cupy(monkeypatch, count, nvrtc_version=lambda: (13, 0), properties=None):
     """A CuPy whose runtime counts devices by `count()`."""
     cuda = SimpleNamespace(
-        runtime=SimpleNamespace(getDeviceCount=count),
+        runtime=SimpleNamespace(getDeviceCount=count, getDeviceProperties=properties or count),
         nvrtc=SimpleNamespace(getVersion=nvrtc_version),
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
@@ -67,8 +69,13 @@ def raises(message):
 
 
 def test_no_cupy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    assert device.why_no_gpu().startswith("CuPy is not installed: pip install 'rtflash[cuda13]'")
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, None)
+    reason = device.why_no_gpu()
+    assert reason.startswith("CuPy is not installed: pip install 'rtflash[cuda13]'")
+    with pytest.raises(ImportError, match="CuPy is not installed") as caught:
+        device.get(NOWHERE)
+    assert str(caught.value) == reason
 
 
 def test_no_driver(monkeypatch):
@@ -77,6 +84,9 @@ def test_no_driver(monkeypatch):
     assert "no driver" in reason
     assert "cudaErrorInsufficientDriver" in reason
     assert "\n" not in reason
+    with pytest.raises(RuntimeError) as caught:
+        device.get(NOWHERE)
+    assert str(caught.value) == reason
 
 
 def test_no_device(monkeypatch):
@@ -103,10 +113,11 @@ def test_no_nvrtc(monkeypatch):
 
 
 def test_a_device_that_cannot_be_asked_is_a_reason(monkeypatch):
-    fake_cupy(monkeypatch, lambda: 1)
-    monkeypatch.setattr(device, "get", raises("cudaErrorDevicesUnavailable: busy\nmore"))
+    busy = raises("cudaErrorDevicesUnavailable: busy\nmore")
+    fake_cupy(monkeypatch, lambda: 1, properties=busy)
+    monkeypatch.setattr(device, "get", device.get.__wrapped__)
     reason = device.why_no_gpu()
-    assert reason == "CUDA cannot use its GPU (cudaErrorDevicesUnavailable: busy)."
+    assert reason == "CUDA cannot use GPU 0 (cudaErrorDevicesUnavailable: busy)."
 
 
 @pytest.mark.gpu

@@ -136,6 +136,26 @@ def test_refusals_give_the_tensor_back(
     assert made.deleted == 1
 
 
+def give_back(value: Any) -> Any:
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+@pytest.mark.parametrize("answer", [None, ("cpu", 0), (1,), BufferError("no"), 1], ids=str)
+def test_broken_devices_name_the_argument(answer: Any) -> None:
+    producer = type("Broken", (), {"__dlpack_device__": lambda self: give_back(answer)})()
+    with pytest.raises(TypeError, match="k's __dlpack_device__ must give two whole numbers"):
+        dlpack.device(producer, "k")
+
+
+def test_a_tensor_that_is_not_exported_is_named() -> None:
+    refusal = BufferError("read-only")
+    producer = type("Broken", (), {"__dlpack__": lambda self, **_: give_back(refusal)})()
+    with pytest.raises(TypeError, match="k's __dlpack__ does not export it: read-only"):
+        dlpack.borrow(producer, None, "k")
+
+
 def test_unknown_major_version() -> None:
     made = handmade(buffer().ctypes.data, (2, 2), version=(2, 1))
     with pytest.raises(TypeError, match=r"v came as DLPack 2\.1"):

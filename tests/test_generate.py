@@ -162,12 +162,38 @@ def test_without_nvrtc_it_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize(
     "wrong",
-    [("--arch", "sm_1"), ("--head-dim", "wide"), ("--mask", "none"), ("--dtype", "fp32")],
+    [
+        ("--arch", "sm_1"),
+        ("--head-dim", "wide"),
+        ("--head-dim", "0"),
+        ("--head-dim", "257"),
+        ("--head-dim", "8x300"),
+        ("--mask", "none"),
+        ("--dtype", "fp32"),
+    ],
 )
 def test_bad_options_are_refused(wrong):
     result = run(*wrong)
     assert result.exit_code == 2
     assert wrong[1] in result.output
+
+
+def test_places_that_cannot_be_written_are_refused_before_the_work(fake, monkeypatch, tmp_path):
+    fake()
+    monkeypatch.setattr(build, "compile", None)
+    file = tmp_path / "file"
+    file.write_text("kept")
+    for option, place in [
+        ("--out", file),
+        ("--out", file / "x"),
+        ("--json", tmp_path),
+        ("--json", tmp_path / "missing" / "x"),
+    ]:
+        result = run("--arch", "sm_80", option, place)
+        assert result.exit_code == 2, result.output
+        assert option in result.output
+    assert file.read_text() == "kept"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_lengths_are_a_list(fake):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,17 @@ def test_folder_is_absolute_and_expands_home(monkeypatch, tmp_path):
     assert settings.get().cache_dir == tmp_path / "k"
     monkeypatch.setenv("RTFLASH_CACHE_DIR", "k")
     assert settings.get().cache_dir == Path.cwd() / "k"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps the folder that a process is in")
+def test_relative_folder_in_a_deleted_one_is_named(monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setenv("RTFLASH_CACHE_DIR", "rel")
+    with pytest.raises(ValueError, match=r"RTFLASH_CACHE_DIR is 'rel', relative to .* deleted"):
+        settings.get()
 
 
 def test_logger_obeys_the_level(monkeypatch):

@@ -409,6 +409,23 @@ def test_jax_concrete_values_inside_jit(cpu: Any) -> None:
     np.testing.assert_array_equal(call(x), np.full((2, 3), 5, np.float32))
 
 
+def test_jax_host_devices_are_apart(jax: Any) -> None:
+    """The host as two devices of XLA's: different places in a View, results beside their inputs, no silent transfer."""
+    code = """
+        import jax, numpy
+        from rtflash import tensor
+        first, second = (jax.device_put(numpy.ones((4, 3), numpy.float16), d) for d in jax.devices())
+        fw = tensor.framework(first)
+        print([fw.view(x).device for x in (first, second)])
+        with jax.transfer_guard("disallow"):
+            outs = [fw.from_host(fw.host(x) * 2, "fp16", x) for x in (first, second)]
+        print(*(out.devices() == x.devices() for out, x in zip(outs, (first, second))))
+    """
+    flags = "--xla_force_host_platform_device_count=2"
+    lines = run(code, JAX_PLATFORMS="cpu", XLA_FLAGS=flags).splitlines()
+    assert lines == ["[-1, -2]", "True True"]
+
+
 def test_jax_sharded(jax: Any) -> None:
     code = """
         import jax, numpy

@@ -153,7 +153,7 @@ def test_sweep_on_the_gpu(tmp_path):
     if tune.bench.why_not():
         pytest.skip(tune.bench.why_not())
     file = tmp_path / "rows.json"
-    options = ("--head-dim", 64, "--seqlen", "1024", "--tile", "m64x48_w4s1,m128x512_w4s1")
+    options = ("--head-dim", 64, "--seqlen", "1024", "--tile", "m64x48_w4s1,m128x1024_w4s1")
     result = run(*options, "--json", file)
     assert result.exit_code == 0, result.output
     machine, *rows = json.loads(file.read_text("utf-8"))

@@ -7,6 +7,7 @@ two matrix products, half when causal.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import statistics
 import time
@@ -20,11 +21,12 @@ from rich.markup import escape
 
 import rtflash
 from rtflash import device
+from rtflash.spec import MAX_HEAD_DIM
 
 from . import chart
 from .chart import SHAPE_KEYS, Row
 from .peers import PEERS, Peer, cpu_peers, make_peers
-from .screen import console, items, numbers
+from .screen import check_file, console, given, items, numbers
 
 MODES = ("fwd", "host")
 DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
@@ -33,6 +35,10 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 TOKENS, WIDTH = 16384, 2048
 ROUNDS, TURN_MS = 5, 15.0
 HOST_CALLS = 200
+# At the largest head_dim, a call on the GPU then holds 16 GB, one on the CPU 2 GB.
+LONGEST, LONGEST_CPU = 2**20, 2**16
+# Options that --cpu would ignore.
+GPU_OPTIONS = ("mode", "peer", "dtype", "plot")
 
 
 def why_not() -> str | None:
@@ -159,6 +165,7 @@ def cpu(dims: Sequence[int], seqlens: Sequence[int], skipped: dict[str, str]) ->
 
 
 def command(
+    context: typer.Context,
     mode: Annotated[str, typer.Option(help="fwd, host")] = "fwd,host",
     peer: Annotated[str, typer.Option(help=", ".join(PEERS))] = "rtflash,fa2,cudnn,fa3,fa4",
     head_dim: Annotated[str, typer.Option(help="64,128,256 if not given.")] = "",
@@ -172,10 +179,15 @@ def command(
     ] = None,
 ) -> None:
     """rtflash beside the attention libraries that import here, in one run on one GPU."""
-    dims = numbers(head_dim or "64,128,256", "--head-dim")
-    seqlens = numbers(seqlen or ("256,1024" if on_cpu else "1024,4096,16384"), "--seqlen")
+    dims = numbers(head_dim or "64,128,256", "--head-dim", MAX_HEAD_DIM)
+    usual, longest = ("256,1024", LONGEST_CPU) if on_cpu else ("1024,4096,16384", LONGEST)
+    seqlens = numbers(seqlen or usual, "--seqlen", longest)
     names, dtypes = items(peer, "--peer", list(PEERS)), items(dtype, "--dtype", list(DTYPES))
     modes = items(mode, "--mode", MODES)
+    if on_cpu and saved is None and (found := given(context, GPU_OPTIONS)):
+        raise typer.BadParameter(f"{', '.join(found)}: for the GPU only, not with --cpu")
+    check_file(report, "--json")
+    check_plot(plot, saved is not None or "fwd" in modes)
     skipped: dict[str, str] = {}
     if saved is not None:
         try:
@@ -198,6 +210,19 @@ def command(
     for name, reason in skipped.items():
         console.print(f"[yellow]skipped[/] {name}: {escape(reason)}")
     write(rows, report, plot)
+
+
+def check_plot(plot: Path | None, forward: bool) -> None:
+    """BadParameter if the work could not end in a plot; `forward` says whether it gives rows to draw."""
+    if plot is None:
+        return
+    if plot.suffix not in chart.SUFFIXES:
+        raise typer.BadParameter(f"--plot is {plot}; it must end in {', '.join(chart.SUFFIXES)}")
+    if not forward:
+        raise typer.BadParameter("--plot draws the rows of --mode fwd, which is not asked for")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("--plot needs matplotlib: pip install matplotlib")
+    check_file(plot, "--plot")
 
 
 def show(rows: Iterator[Row]) -> list[Row]:

@@ -24,6 +24,7 @@ TITLES = {
     "cpu ms/call": "forward on the CPU, ms (less is better)",
 }
 COLOURS = {"rtflash": "#d1495b", "torch-FA2": "#a8b5c8", "cuDNN": "#5c6f8a", "FA3": "#2f3e55"}
+SUFFIXES = (".png", ".svg", ".pdf")
 SPARE_COLOURS = ("#7a9e87", "#c2a878", "#8f7aa6", "#b0a8a0")
 
 
@@ -155,7 +156,27 @@ def load(file: Path) -> list[Row]:
     OSError, ValueError
         The file cannot be read, or holds something else.
     """
-    rows = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        rows = None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{file} holds no list of benchmark rows")
+    measured = [row for row in rows if row.get("mode") in list(TITLES)]
+    if not measured or not all(map(is_complete, measured)):
+        raise ValueError(
+            f"{file} holds no rows of a mode out of {', '.join(TITLES)}, or some without their shape and figures"
+        )
     return rows
+
+
+def is_complete(row: Row) -> bool:
+    """Whether a row has figures, all of them numbers or None, and what a plot asks of a forward row."""
+    figures = [row[name] for name in implementations([row])]
+    shape = [row.get(key) for key in ("dtype", "d", "causal", "s")]
+    kinds = (str, int, bool, int)
+    return (
+        any(figure is not None for figure in figures)
+        and all(figure is None or isinstance(figure, (int, float)) for figure in figures)
+        and (row["mode"] != "fwd" or all(map(isinstance, shape, kinds)))
+    )

@@ -53,7 +53,7 @@ def info() -> None:
     rows.add_row("NVRTC", compiler())
     rows.add_row("cache", stored(cache.entries()))
     console.print(rows)
-    table = frameless("setting", "value", "from", "meaning")
+    table = frameless("setting", "value", "from", "meaning", whole=["setting", "from"])
     for row in settings.describe():
         table.add_row(*(escape(cell) for cell in row))
     console.print("", table)
@@ -120,10 +120,11 @@ def cache_list() -> None:
     entries = cache.entries()
     for entry in sorted(entries, key=lambda entry: entry.modified):
         record: Any = entry.record
+        used = record.get("resources")
         table.add_row(
             escape(entry.folder.name),
-            record.get("arch", "[red]damaged[/]"),
-            str(record.get("resources", {}).get("registers", "")),
+            escape(str(record["arch"])) if "arch" in record else "[red]damaged[/]",
+            str(used.get("registers", "")) if isinstance(used, dict) else "",
             size(entry.size),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.modified)),
         )

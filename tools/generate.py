@@ -23,9 +23,9 @@ from rich.table import Table
 
 from rtflash import build, device, nvrtc, select
 from rtflash.problem import Problem
-from rtflash.spec import DTYPES, Spec
+from rtflash.spec import DTYPES, MAX_HEAD_DIM, Spec
 
-from .screen import console, frameless, items
+from .screen import check_file, check_folder, console, frameless, given, items
 
 # Query and key lengths that every tile divides, and that none does.
 LENGTHS: dict[str, list[tuple[int, int]]] = {
@@ -209,10 +209,13 @@ def head_dims(text: str) -> list[tuple[int, int]]:
     """(head_dim, head_dim_v) of "64,192x128"."""
     pairs = []
     for item in items(text, "--head-dim"):
-        match = re.fullmatch(r"(\d+)(?:x(\d+))?", item)
-        if not match:
-            raise typer.BadParameter(f"--head-dim has {item!r}; it must be D, or DxDV as 192x128")
-        pairs.append((int(match[1]), int(match[2] or match[1])))
+        match = re.fullmatch(r"(\d{1,3})(?:x(\d{1,3}))?", item)
+        pair = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not all(1 <= size <= MAX_HEAD_DIM for size in pair):
+            raise typer.BadParameter(
+                f"--head-dim has {item!r}; it must be D, or DxDV as 192x128, in 1..{MAX_HEAD_DIM}"
+            )
+        pairs.append(pair)
     return pairs
 
 
@@ -224,15 +227,10 @@ def lengths(text: str) -> list[tuple[int, int]]:
 
 def refuse_call_options(context: typer.Context) -> None:
     """BadParameter if an option was given that --table would ignore."""
-    sources = {name: context.get_parameter_source(name) for name in CALL_OPTIONS}
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name, source in sources.items()
-        if source is not None and source.name == "COMMANDLINE"
-    ]
-    if given:
+    found = given(context, CALL_OPTIONS)
+    if found:
         raise typer.BadParameter(
-            f"--table is all that the tile table has for --arch; it does not go with {', '.join(given)}"
+            f"--table is all that the tile table has for --arch; it does not go with {', '.join(found)}"
         )
 
 
@@ -261,6 +259,8 @@ def command(
     calls = problems(dtypes, head_dims(head_dim), masks, [extra], lengths(length))
     if every:
         refuse_call_options(context)
+    check_folder(out, "--out")
+    check_file(report_file, "--json")
     try:
         chosen, refused = (table_variants(archs), []) if every else variants(archs, calls)
         nvrtc.version()

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-# A pipe or a log has no width: rather long lines there than wrapped tables.
-console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+# A pipe or a log has no width: rather long lines there than wrapped tables. A closed stdout is None.
+terminal = sys.stdout is not None and sys.stdout.isatty()
+console = Console(width=None if terminal else 120, highlight=False)
 
 
-def frameless(*columns: str, right: Sequence[str] = ()) -> Table:
-    """A table without frame; the columns named in `right` are right-aligned."""
+def frameless(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -> Table:
+    """A table without frame; the columns in `right` are right-aligned, the cells of those in `whole` never broken."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(columns))
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        table.add_column(
+            name,
+            justify="right" if name in right else "left",
+            overflow="ignore" if name in whole else "fold",
+            no_wrap=name in whole,
+        )
     return table
 
 
@@ -54,9 +63,48 @@ def items(text: str, option: str, allowed: Sequence[str] = ()) -> list[str]:
     return found
 
 
-def numbers(text: str, option: str) -> list[int]:
-    """The positive whole numbers of an option that is a list with commas."""
+def numbers(text: str, option: str, most: int) -> list[int]:
+    """The whole numbers, 1..most, of an option that is a list with commas."""
     found = items(text, option)
-    if not all(item.isdecimal() and int(item) > 0 for item in found):
-        raise typer.BadParameter(f"{option} is {text!r}; it must be whole numbers with commas")
+    digits = len(str(most))
+    if not all(
+        re.fullmatch(rf"\d{{1,{digits}}}", item) and 0 < int(item) <= most for item in found
+    ):
+        raise typer.BadParameter(
+            f"{option} is {text!r}; it must be whole numbers in 1..{most} with commas"
+        )
     return [int(item) for item in found]
+
+
+def given(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Which of a command's options stand on the command line, as "--head-dim"."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    ]
+
+
+def check_file(file: Path | None, option: str) -> None:
+    """BadParameter if a file that the work will end in cannot be written."""
+    try:
+        if file is None or (file.exists() and not (file.is_file() or file.is_dir())):
+            return  # opening a pipe twice would end it
+        there = os.path.lexists(file)
+        file.open("ab").close()
+        if not there:
+            file.unlink()
+    except OSError as error:
+        raise typer.BadParameter(f"{option}: {error}") from None
+
+
+def check_folder(folder: Path | None, option: str) -> None:
+    """BadParameter if no file can be written in a folder; it is made if it is missing."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise typer.BadParameter(f"{option}: {error}") from None

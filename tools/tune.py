@@ -258,12 +258,11 @@ def command(
     report: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
 ) -> None:
     """Time tiles here. With --shared, padding lets as many CTAs share an SM as on the smaller GPU."""
-    dims, seqlens = screen.numbers(head_dim, "--head-dim"), screen.numbers(seqlen, "--seqlen")
+    dims = screen.numbers(head_dim, "--head-dim", MAX_HEAD_DIM)
+    seqlens = screen.numbers(seqlen, "--seqlen", bench.LONGEST)
     masks = screen.items(mask, "--mask", list(MASKS))
     if dtype not in bench.DTYPES:
         raise typer.BadParameter(f"--dtype is {dtype!r}; it must be bf16 or fp16")
-    if max(dims) > MAX_HEAD_DIM:
-        raise typer.BadParameter(f"--head-dim is {head_dim}; {MAX_HEAD_DIM} is the most")
     try:
         given = [parse_tile(x) for x in (screen.items(tile, "--tile") if tile else [])]
     except ValueError as error:

@@ -1,0 +1,49 @@
+"""docs/: links and named files exist; docs/emulation.md tells of every file of the host and its example runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rtflash import device, select
+from rtflash.problem import Problem
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+EMULATION = ROOT / "docs" / "emulation.md"
+
+if not EMULATION.exists():
+    pytest.skip("not run from a checkout", allow_module_level=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#\s]+)\)", text):
+        assert link.startswith("http") or (page.parent / link).exists(), link
+    folders = "rtflash|templates|tests|tools|docs"
+    for name in re.findall(rf"(?:`|python )((?:{folders})/[\w./]*)", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_file_of_the_host_is_told_of() -> None:
+    text = EMULATION.read_text(encoding="utf-8")
+    for path in (ROOT / "templates" / "host").iterdir():
+        assert f"`{path.name}`" in text, path.name
+
+
+@pytest.mark.emulated
+def test_the_example_of_emulation_runs() -> None:
+    code = re.findall(r"^```python\n(.*?)^```", EMULATION.read_text("utf-8"), re.M | re.S)
+    problem = Problem(1, 5, 5, 1, 1, 64, 64, "fp16", 0.125, -1, -1, 0.0, False, 16)
+    q, k, v = np.ones((3, 1, 5, 1, 64), np.float16)
+    spec, _ = select.forward(problem, device.for_arch("sm_90a"))
+    scope: dict[str, Any] = {"spec": spec, "problem": problem, "q": q, "k": k, "v": v}
+    for block in code:
+        exec(block, scope)
+    assert (scope["report"].out == 1).all()
+    assert not scope["report"].findings
