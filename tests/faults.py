@@ -445,7 +445,7 @@ FAULTS = (
         "1.f - 1.f * reciprocal",
         "features",
     ),
-    Fault("tanh's series alternates not", "score.cuh", "- 1.f / 3.f)", "+ 1.f / 3.f)", "wide cap"),
+    Fault("tanh's series of x", "score.cuh", "y * (1.f + square", "x * (1.f + square", "wide cap"),
     Fault("tanh's series too far out", "score.cuh", "square < 0.01f", "square < 1.f", "features"),
     Fault("tanh without its series", "score.cuh", "square < 0.01f", "square < 0.f", "no cap"),
     Fault(
