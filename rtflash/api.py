@@ -274,7 +274,7 @@ def _on_device(
     try:
         plan, keep = _plans.get(key), True
     except TypeError:
-        # An option without a hash, which the checks refuse.
+        # An option without a hash: a NumPy array as window_size, or something that the checks refuse.
         plan, keep = None, False
     if plan is None:
         call = _check(q, k, v, slopes, options)

@@ -18,7 +18,6 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from calls import Call, solved
@@ -32,22 +31,13 @@ from rtflash import emulate, problem, render
 from rtflash.build import CompileError
 from rtflash.problem import Problem
 from rtflash.report import EmulationError
+from rtflash.select import Tile
 from rtflash.spec import Spec
 from rtflash.tensor import View
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 120.0  # a mutated loop may never end
 SURVIVORS = 0.05  # of all faults
-
-
-class Tile(NamedTuple):
-    """Fields of a Spec."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    q_in_regs: bool = False
 
 
 @dataclass(frozen=True)
