@@ -3,35 +3,37 @@
 The public functions are FlashAttention-2's: `import rtflash as flash_attn` is a migration.
 """
 
-from .api import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    warmup,
-)
+from .ahead import warmup
+from .api import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from .build import CompileError
+from .inference import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from .merging import flash_attn_combine, merge_attention_states
 
 __version__ = "0.1.0"
 
-# FlashAttention-2's other functions.
-_NOT_YET = {
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-}
-
 
 def __getattr__(name: str) -> object:
-    reason = "is not there yet" if name in _NOT_YET else "does not exist"
-    raise AttributeError(f"rtflash.{name} {reason}; rtflash {__version__} has {', '.join(__all__)}")
+    raise AttributeError(
+        f"rtflash.{name} does not exist; rtflash {__version__} has {', '.join(__all__)}"
+    )
 
 
 __all__ = [
     "CompileError",
     "__version__",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "merge_attention_states",
     "warmup",
 ]

@@ -1,35 +1,47 @@
-"""The public functions: check, allocate, plan, run.
-
-A call's geometry and options are its key to a Plan: everything that does not depend on addresses, made at the first
-such call. Later calls look the plan up, allocate the output, and launch.
-"""
+"""The dense public functions. Those for inference are in inference.py and merging.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from . import build, cpu, device, launch, problem, select, settings, tensor
-from .tensor import Framework, View
-
-MAX_PLANS = 4096  # a plan is about 2 KB; a program that meets more geometries starts over
-
-Window = tuple[int, int]
+from . import problem
+from .call import Signature, Window, attend, pair, parts
+from .checks import Names
+from .problem import PLAIN, Problem, Tensors
 
 
-class Plan(NamedTuple):
-    """What a call needs besides addresses."""
+def _check(tensors: Tensors, options: tuple[Any, ...], names: Names) -> Problem:
+    dropout_p, softmax_scale, causal, window_size, softcap, num_splits = options
+    return problem.dense(
+        tensors.q,
+        tensors.k,
+        tensors.v,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=tensors.alibi_slopes,
+        num_splits=num_splits,
+        names=names,
+    )
 
-    kernel: build.Kernel | None  # None: there is no row to compute
-    grid: select.Grid
-    scalars: bytes
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    dtype: str
-    device: int
+
+def _of_kv(q: Any, kv: Any, alibi_slopes: Any) -> Tensors:
+    k, v = parts("kv", kv, 2, "batch, seqlen")
+    return Tensors(q, k, v, alibi_slopes)
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+def _of_qkv(qkv: Any, alibi_slopes: Any) -> Tensors:
+    q, k, v = parts("qkv", qkv, 3, "batch, seqlen")
+    return Tensors(q, k, v, alibi_slopes)
+
+
+KV: Names = {"k": "kv", "v": "kv"}
+QKV: Names = {"q": "qkv", "k": "qkv", "v": "qkv"}
+DENSE = Signature(("q", "k", "v", "alibi_slopes"), 3, Tensors, _check, PLAIN, dense=True)
+DENSE_KV = Signature(("q", "kv", "alibi_slopes"), 2, _of_kv, _check, KV, dense=True)
+DENSE_QKV = Signature(("qkv", "alibi_slopes"), 1, _of_qkv, _check, QKV, dense=True)
 
 
 def flash_attn_func(
@@ -44,6 +56,8 @@ def flash_attn_func(
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    num_splits: int = 0,
 ) -> Any:
     """Attention, softmax(q k^T * softmax_scale) v, without forming the matrix (FlashAttention-2: Dao, 2023).
 
@@ -66,6 +80,7 @@ def flash_attn_func(
         (Press et al., 2022).
     deterministic : accepted for FlashAttention-2's sake; the forward always gives the same bits.
     return_attn_probs : return (out, softmax_lse, S_dmask).
+    num_splits : parts of the keys that are computed apart and merged, at most 256; 1 = none, 0 = a heuristic decides.
 
     Returns
     -------
@@ -83,10 +98,9 @@ def flash_attn_func(
     CompileError
         NVRTC refused the kernel.
     """
-    return _attend(
-        (q, k, v), ("q", "k", "v"), _apart, alibi_slopes,
-        (dropout_p, softmax_scale, causal, _pair(window_size), softcap), return_attn_probs,
-    )  # fmt: skip
+    options = dropout_p, softmax_scale, causal, pair(window_size), softcap, num_splits
+    out, lse = attend(DENSE, (q, k, v, alibi_slopes), options, return_attn_probs)
+    return (out, lse, None) if return_attn_probs else out
 
 
 def flash_attn_kvpacked_func(
@@ -100,12 +114,13 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    num_splits: int = 0,
 ) -> Any:
     """`flash_attn_func` of keys and values in one tensor, kv (batch, seqlen_k, 2, heads_k, head_dim)."""
-    return _attend(
-        (q, kv), ("q", "kv"), _unpack_kv, alibi_slopes,
-        (dropout_p, softmax_scale, causal, _pair(window_size), softcap), return_attn_probs,
-    )  # fmt: skip
+    options = dropout_p, softmax_scale, causal, pair(window_size), softcap, num_splits
+    out, lse = attend(DENSE_KV, (q, kv, alibi_slopes), options, return_attn_probs)
+    return (out, lse, None) if return_attn_probs else out
 
 
 def flash_attn_qkvpacked_func(
@@ -118,245 +133,10 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    num_splits: int = 0,
 ) -> Any:
     """`flash_attn_func` of queries, keys and values in one tensor, qkv (batch, seqlen, 3, heads, head_dim)."""
-    return _attend(
-        (qkv,), ("qkv",), _unpack_qkv, alibi_slopes,
-        (dropout_p, softmax_scale, causal, _pair(window_size), softcap), return_attn_probs,
-    )  # fmt: skip
-
-
-def warmup(
-    head_dim: int,
-    dtype: str = "bf16",
-    *,
-    head_dim_v: int | None = None,
-    causal: bool = False,
-    window: bool = False,
-    softcap: bool = False,
-    alibi: bool = False,
-    device_index: int = 0,
-) -> list[str]:
-    """Compile and load, ahead of the first call, the four variants that lengths choose among.
-
-    A softmax_scale that is not positive is another variant, which is compiled at its first call.
-
-    Parameters
-    ----------
-    head_dim, head_dim_v : of q and k, and of v; head_dim_v None = head_dim.
-    dtype : "fp16" or "bf16".
-    causal, window, softcap, alibi : the features of the calls to come, on tensors as aligned as row-major ones.
-    device_index : CUDA index.
-
-    Returns
-    -------
-    names : of the variants.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A dtype or head_dim that the kernels do not take.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    bound = 1 if window else -1
-    q, v = (
-        View(0, (1, 2, 2, dim), (4 * dim, 2 * dim, dim, 1), dtype, device_index)
-        for dim in (head_dim, head_dim if head_dim_v is None else head_dim_v)
-    )
-    call = problem.dense(
-        q,
-        q,
-        v,
-        causal=causal,
-        window_size=(bound, bound),
-        softcap=float(softcap),
-        alibi_slopes=View(0, (2,), (1,), "fp32", device_index) if alibi else None,
-    )
-    gpu = device.get(device_index)
-    specs = select.variants(select.forward(call, gpu)[0])
-    with ThreadPoolExecutor() as pool:
-        return [
-            kernel.spec.name for kernel in pool.map(lambda spec: build.kernel(spec, gpu), specs)
-        ]
-
-
-def _pair(window_size: Any) -> Any:
-    """A list as the tuple that it should be: options are part of a plan's key."""
-    return tuple(window_size) if type(window_size) is list else window_size
-
-
-def _apart(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    return q, k, v
-
-
-def _unpack_kv(q: Any, kv: Any) -> tuple[Any, Any, Any]:
-    return q, *_parts("kv", kv, 2)
-
-
-def _unpack_qkv(qkv: Any) -> tuple[Any, Any, Any]:
-    q, k, v = _parts("qkv", qkv, 3)
-    return q, k, v
-
-
-def _parts(name: str, packed: Any, count: int) -> list[Any]:
-    """The `count` parts along axis 2 of a packed View or NumPy array."""
-    shape = packed.shape
-    if len(shape) != 5 or shape[2] != count:
-        raise ValueError(
-            f"{name} has shape {tuple(shape)}; it must be (batch, seqlen, {count}, heads, head_dim)"
-        )
-    if not isinstance(packed, View):
-        return [packed[:, :, i] for i in range(count)]
-    step = packed.strides[2] * problem.ELEMENT_BYTES
-    return [
-        packed._replace(
-            ptr=packed.ptr + i * step,
-            shape=(*shape[:2], *shape[3:]),
-            strides=(*packed.strides[:2], *packed.strides[3:]),
-        )
-        for i in range(count)
-    ]
-
-
-def _attend(
-    inputs: tuple[Any, ...],
-    names: tuple[str, ...],
-    unpack: Callable[..., tuple[Any, Any, Any]],
-    alibi_slopes: Any,
-    options: tuple[Any, ...],
-    return_attn_probs: bool,
-) -> Any:
-    """Every public function: `unpack` makes q, k, v of the Views (or NumPy arrays) of `inputs`."""
-    library = tensor.framework(inputs[0], names[0])
-    library.refuse_tracing()
-    views = list(map(_view, (library,) * len(inputs), inputs, names))
-    slopes = None if alibi_slopes is None else _view(library, alibi_slopes, "alibi_slopes")
-    if slopes is not None and slopes.ptr % 4:
-        # Only a DLPack producer can place an fp32 so.
-        alibi_slopes = library.contiguous(alibi_slopes)
-        slopes = library.view(alibi_slopes)
-    q, k, v = unpack(*views)
-    if q.device >= 0:
-        out, lse = _on_device(library, views, unpack, slopes, options, return_attn_probs, inputs)
-    else:
-        call = _check(q, k, v, slopes, options)
-        out, lse = _on_host(library, call, inputs, unpack, alibi_slopes)
+    options = dropout_p, softmax_scale, causal, pair(window_size), softcap, num_splits
+    out, lse = attend(DENSE_QKV, (qkv, alibi_slopes), options, return_attn_probs)
     return (out, lse, None) if return_attn_probs else out
-
-
-def _view(library: Framework, x: Any, name: str) -> View:
-    """The View of an input, which must come from the same library as the others."""
-    if tensor.framework(x, name) is not library:
-        raise TypeError(
-            f"{name} is a {type(x).__name__}; it must come from the same library as the first input ({library.name})"
-        )
-    if library.needs_grad(x):
-        raise NotImplementedError(
-            f"{name} requires grad; rtflash has no backward yet: call it under torch.no_grad(), or detach {name}"
-        )
-    return library.view(x, name)
-
-
-def _on_device(
-    library: Framework,
-    views: list[View],
-    unpack: Callable[..., tuple[View, View, View]],
-    slopes: View | None,
-    options: tuple[Any, ...],
-    want_lse: bool,
-    inputs: tuple[Any, ...],
-) -> tuple[Any, Any]:
-    """(out, lse) of a call on a GPU: look the plan up, allocate, launch."""
-    q, k, v = unpack(*views)
-    # Of the addresses, only the alignment is part of the plan.
-    key = (q[1:], k[1:], v[1:], (q.ptr | k.ptr | v.ptr) % 16, slopes and slopes[1:], options)
-    try:
-        plan, keep = _plans.get(key), True
-    except TypeError:
-        # An option without a hash: a NumPy array as window_size, or something that the checks refuse.
-        plan, keep = None, False
-    if plan is None:
-        call = _check(q, k, v, slopes, options)
-        if any(map(tensor.needs_copy, views)):
-            copies = tuple(
-                library.contiguous(x) if tensor.needs_copy(view) else x
-                for x, view in zip(inputs, views, strict=True)
-            )
-            views = list(map(library.view, copies))
-            return _on_device(library, views, unpack, slopes, options, want_lse, copies)
-        plan = _plan(library, call, q, k, v, slopes)
-        if keep:
-            if len(_plans) >= MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-
-    out = library.empty(plan.out_shape, plan.dtype, plan.device)
-    lse = library.empty(plan.lse_shape, "fp32", plan.device) if want_lse else None
-    if plan.kernel is not None:
-        stream = library.stream(plan.device)
-        pointers = (
-            q.ptr,
-            k.ptr,
-            v.ptr,
-            library.pointer(out),
-            0 if lse is None else library.pointer(lse),
-            0 if slopes is None else slopes.ptr,
-        )
-        launch.launch(plan.kernel, plan.grid, pointers, plan.scalars, stream, plan.device)
-        library.hold(stream, plan.device, views if slopes is None else [*views, slopes])
-    return library.result(out), lse if lse is None else library.result(lse)
-
-
-def _check(
-    q: View, k: View, v: View, slopes: View | None, options: tuple[Any, ...]
-) -> problem.Problem:
-    dropout_p, softmax_scale, causal, window_size, softcap = options
-    return problem.dense(
-        q,
-        k,
-        v,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=slopes,
-    )
-
-
-def _plan(
-    library: Framework, call: problem.Problem, q: View, k: View, v: View, slopes: View | None
-) -> Plan:
-    """Choose the variant of a checked call on a GPU, and compile and load it."""
-    gpu = device.get(q.device)
-    spec, grid = select.forward(call, gpu)
-    out_shape = (call.batch, call.seqlen_q, call.heads, call.head_dim_v)
-    lse_shape = (call.batch, call.heads, call.seqlen_q)
-    if grid.blocks == 0:
-        return Plan(None, grid, b"", out_shape, lse_shape, call.dtype, q.device)
-    if not build.is_loaded(spec, gpu):
-        launch.refuse_capture(library.stream(q.device), spec.name)
-    kernel = build.kernel(spec, gpu)
-    scalars = launch.scalars(call, grid, q, k, v, slopes)
-    return Plan(kernel, grid, scalars, out_shape, lse_shape, call.dtype, q.device)
-
-
-def _on_host(
-    library: Framework,
-    call: problem.Problem,
-    inputs: tuple[Any, ...],
-    unpack: Callable[..., tuple[Any, Any, Any]],
-    alibi_slopes: Any,
-) -> tuple[Any, Any]:
-    """(out, lse) of a checked call on host arrays, by NumPy or, if RTFLASH_BACKEND says so, by the emulated kernel."""
-    q, k, v = unpack(*map(library.host, inputs))
-    slopes = None if alibi_slopes is None else library.host(alibi_slopes)
-    if settings.backend() == "emulate":
-        from . import emulate
-
-        out, lse = emulate.forward(call, q, k, v, slopes)
-    else:
-        out, lse = cpu.forward(call, q, k, v, slopes)
-    like = inputs[0]
-    return library.from_host(out, call.dtype, like), library.from_host(lse, "fp32", like)

@@ -17,7 +17,7 @@ from typing import Any
 from . import cache, nvrtc, render, settings
 from .device import Device
 from .nvrtc import Resources, options, target_arch
-from .spec import Spec
+from .spec import AnySpec
 
 SOURCE = "kernel.cu"
 LOG = "build.log"
@@ -25,8 +25,8 @@ WARNING = re.compile(r"\bwarning(?: #|\s*:)|\bC75\d\d\b")
 
 compile_count = 0  # NVRTC compilations of this process
 
-_kernels: dict[tuple[Spec, int], Kernel] = {}
-_unkept: dict[tuple[Spec, str], Artifact] = {}  # artifacts that the disk cache does not hold
+_kernels: dict[tuple[AnySpec, int], Kernel] = {}
+_unkept: dict[tuple[AnySpec, str], Artifact] = {}  # artifacts that the disk cache does not hold
 _locks: dict[tuple[object, ...], threading.Lock] = {}
 _count_lock = threading.Lock()
 
@@ -48,7 +48,7 @@ class Artifact:
     folder : its folder on disk; None where it is not on disk.
     """
 
-    spec: Spec
+    spec: AnySpec
     arch: str
     cubin: bytes
     source: str
@@ -76,7 +76,7 @@ class Kernel:
     resources : see Resources.
     """
 
-    spec: Spec
+    spec: AnySpec
     raw: Any
     function: int
     resources: Resources
@@ -92,7 +92,7 @@ class CompileError(RuntimeError):
     """
 
     def __init__(
-        self, spec: Spec, arch: str, options: tuple[str, ...], log: str, path: Path | None
+        self, spec: AnySpec, arch: str, options: tuple[str, ...], log: str, path: Path | None
     ) -> None:
         super().__init__(
             f"{spec.name} does not compile for {arch}\n{log.rstrip()}\n"
@@ -105,7 +105,7 @@ class CompileError(RuntimeError):
         return CompileError, (self.spec, self.arch, self.options, self.log, self.path)
 
 
-def kernel(spec: Spec, device: Device) -> Kernel:
+def kernel(spec: AnySpec, device: Device) -> Kernel:
     """The variant on a device: from memory, else from the disk cache, else compiled.
 
     Threads that ask for the same variant wait for one compilation. The current device stays.
@@ -130,12 +130,12 @@ def kernel(spec: Spec, device: Device) -> Kernel:
     return found
 
 
-def is_loaded(spec: Spec, device: Device) -> bool:
+def is_loaded(spec: AnySpec, device: Device) -> bool:
     """Whether `kernel` answers from memory (a graph capture must not load modules)."""
     return (spec, device.index) in _kernels
 
 
-def artifact(spec: Spec, arch: str) -> Artifact:
+def artifact(spec: AnySpec, arch: str) -> Artifact:
     """The compiled variant, through the disk cache if RTFLASH_CACHE allows it; no GPU is needed.
 
     Raises as `compile` does.
@@ -162,7 +162,7 @@ def artifact(spec: Spec, arch: str) -> Artifact:
     return made
 
 
-def compile(spec: Spec, arch: str) -> Artifact:
+def compile(spec: AnySpec, arch: str) -> Artifact:
     """Render and compile a variant, without any cache and without a GPU.
 
     Parameters
@@ -201,7 +201,7 @@ def compile(spec: Spec, arch: str) -> Artifact:
     return made
 
 
-def cache_key(spec: Spec, arch: str) -> str:
+def cache_key(spec: AnySpec, arch: str) -> str:
     """The cache key of a variant: see `cache.key`."""
     from . import __version__
 
@@ -232,7 +232,9 @@ def to_entry(made: Artifact) -> cache.Entry:
     return cache.Entry(files, record)
 
 
-def from_entry(spec: Spec, arch: str, key: str, entry: cache.Entry, place: Path | None) -> Artifact:
+def from_entry(
+    spec: AnySpec, arch: str, key: str, entry: cache.Entry, place: Path | None
+) -> Artifact:
     """The artifact that `to_entry` described."""
     return Artifact(
         spec=spec,
@@ -247,7 +249,7 @@ def from_entry(spec: Spec, arch: str, key: str, entry: cache.Entry, place: Path 
     )
 
 
-def is_sound(spec: Spec, arch: str, entry: cache.Entry) -> bool:
+def is_sound(spec: AnySpec, arch: str, entry: cache.Entry) -> bool:
     """Whether an entry of the cache has all that `from_entry` needs, and nothing that it does not know."""
     try:
         from_entry(spec, arch, "", entry, None)

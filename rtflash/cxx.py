@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import build, cache, render, settings
-from .spec import Spec
+from .spec import ISAS, AnySpec
 
 TARGET = "host"
 RUNTIME = "rtflash_host_runtime"
@@ -37,7 +37,7 @@ POISON = "-ftrivial-auto-var-init=pattern"  # what a kernel forgets to set is no
 
 compile_count = 0  # compilations of variants by this process
 
-_libraries: dict[tuple[Spec, Path | None], ctypes.CDLL] = {}
+_libraries: dict[tuple[AnySpec, Path | None], ctypes.CDLL] = {}
 _runtimes: dict[str, bytes] = {}  # by cache key
 
 
@@ -98,7 +98,7 @@ def describe(path: str, options: tuple[str, ...]) -> Compiler:
     return Compiler(path, added, said.stdout.split("\n", 1)[0])
 
 
-def library(spec: Spec, folder: Path | None = None) -> ctypes.CDLL:
+def library(spec: AnySpec, folder: Path | None = None) -> ctypes.CDLL:
     """The variant's library, with `rtflash_launch`: from memory, the disk cache, or compiled.
 
     Parameters
@@ -122,7 +122,7 @@ def library(spec: Spec, folder: Path | None = None) -> ctypes.CDLL:
 
 
 def obtain(
-    compiler: Compiler, spec: Spec, folder: Path | None = None
+    compiler: Compiler, spec: AnySpec, folder: Path | None = None
 ) -> tuple[Path, cache.Entry, bool]:
     """(place, entry, whether it is on disk) of a variant's library."""
     key = cache_key(compiler, spec.variables(), render.digest(folder, TARGET))
@@ -142,12 +142,13 @@ def cache_key(compiler: Compiler, variables: dict[str, str], digest: str) -> str
     return cache.key(variables, arch, options, digest, (0, 0), __version__)
 
 
-def make_kernel(compiler: Compiler, spec: Spec, folder: Path | None, key: str) -> cache.Entry:
+def make_kernel(compiler: Compiler, spec: AnySpec, folder: Path | None, key: str) -> cache.Entry:
     """Compile a variant and link it with the runtime."""
     global compile_count
     start = time.perf_counter()
     source = render.source(spec, folder, TARGET)
-    options = [*KERNEL_OPTIONS, f"-D__CUDA_ARCH__={spec.isa}0", "-shared", *compiler.options]
+    isa = getattr(spec, "isa", max(ISAS))  # only the forward knows one
+    options = [*KERNEL_OPTIONS, f"-D__CUDA_ARCH__={isa}0", "-shared", *compiler.options]
     command = [compiler.path, *options, "kernel.cpp", "runtime.o", "-o", "kernel.so"]
     inputs = {"kernel.cpp": source.encode(), "runtime.o": runtime_object(compiler, folder)}
     binary, log = run(command, inputs, "kernel.so")

@@ -1,89 +1,69 @@
-"""The dense forward by the kernel's own source, compiled for the host: every thread runs, checked.
+"""Attention by the kernels' own source, compiled for the host: every thread runs, checked.
 
-A launch takes the same Spec, grid and Params as on a GPU. What a GPU would forgive, or not show, is
-an EmulationError that names the template's lines: see docs/emulation.md.
+A launch takes the same Spec, grid and Params as on a GPU, and a call the same launches. What a GPU would forgive, or
+not show, is an EmulationError that names the template's lines: see docs/emulation.md.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from . import cxx, device, launch, select, settings
+from . import device, launch, select, settings
 from . import problem as problems
+from .call import heads_last_strides, partials
 from .cxx import why_not as why_not
-from .problem import Problem
-from .report import (
-    CBuffer,
-    CCount,
-    CFinding,
-    CLaunch,
-    EmulationError,
-    Finding,
-    Place,
-    Report,
-    Traffic,
-    read_counts,
-    read_findings,
-)
-from .spec import Spec
-from .tensor import View, needs_copy
+from .dlpack import row_major
+from .guarded import READ, REWRITE, WRITE, Guarded, How, output, start, unwritten, view
+from .merging import is_aligned
+from .partials import Combine
+from .problem import Problem, Tensors
+from .report import EmulationError, Outcome, Report, total
+from .spec import AnySpec, CombineSpec, Spec
+from .tensor import needs_copy
 
 Array = NDArray[Any]
 
 ARCH = "sm_90a"
-MAX_COUNTS = 4096
-MAX_FINDINGS = 100
-# Byte states of a tensor: see struct Buffer.
-PADDING, ELEMENT = 0, 1
-POISON = 0xFF  # NaN in fp16, bf16 and fp32
-GUARD = 1 << 20  # bytes before and after a tensor; the system gives them no memory
-ALIGNMENT = 256
-POINTERS = launch.POINTER_FIELDS
+DTYPES = {"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32}
 
 
-def forward(
+def run_call(
     problem: Problem,
-    q: Array,
-    k: Array,
-    v: Array,
-    alibi_slopes: Array | None = None,
+    tensors: Tensors,
+    cache_seqlen: int = -1,
     *,
     arch: str = ARCH,
     seed: int = 0,
 ) -> tuple[Array, Array]:
-    """Attention of a checked problem over host arrays: `cpu.forward`, by the emulated kernel.
+    """Attention of a checked call over host arrays: `cpu.run`, by the emulated kernels.
 
     Parameters
     ----------
-    problem, q, k, v, alibi_slopes : as `cpu.forward` takes them.
-    arch : whose variant to run, one of `device.TYPICAL`.
+    problem, tensors, cache_seqlen : as `cpu.run` takes them; dense calls too.
+    arch : whose variants to run, one of `device.TYPICAL`.
     seed : of the order in which warps run.
 
     Returns
     -------
-    out : (batch, seqlen_q, heads, head_dim_v), of q's dtype, row-major.
-    lse : (batch, heads, seqlen_q) float32.
+    out : problem.out_shape, of q's dtype, row-major.
+    lse : problem.lse_shape float32.
 
     Raises
     ------
     EmulationError
-        The kernel raced, read what nobody wrote, left a tensor, or waited for ever.
+        A kernel raced, read what nobody wrote, left a tensor, or waited for ever. The cache is then as it was.
     CompileError, RuntimeError
         The templates do not compile for the host; there is no C++ compiler.
     """
-    q, k, v = (x.copy() if needs_copy(view(x)) else x for x in (q, k, v))
-    problem = dataclasses.replace(problem, align=problems.alignment(*map(view, (q, k, v))))
-    gpu = device.for_arch(arch)
-    spec, grid = select.forward(problem, gpu)
-    report = run(spec, problem, q, k, v, alibi_slopes, section=grid.section, seed=seed)
+    tensors = readable(tensors)
+    problem = dataclasses.replace(problem, align=problems.alignment(*map(view, tensors[:3])))
+    spec, grid = select.forward(problem, device.for_arch(arch))
+    report = attend(spec, grid, problem, tensors, cache_seqlen, How(seed), True)
     settings.logger().info("%s", report)
     return report.out, report.lse
 
@@ -95,138 +75,168 @@ def run(
     k: Array,
     v: Array,
     alibi_slopes: Array | None = None,
+    **options: Any,
+) -> Report:
+    """`run_variant` of a dense call."""
+    slopes = None if alibi_slopes is None else np.asarray(alibi_slopes, np.float32)
+    return run_variant(spec, problem, Tensors(q, k, v, slopes), **options)
+
+
+def run_variant(
+    spec: Spec,
+    problem: Problem,
+    tensors: Tensors,
+    cache_seqlen: int = -1,
     *,
+    splits: int = 1,
     section: int = 1,
     seed: int = 0,
     workers: int = 0,
     check: bool = True,
     templates: Path | None = None,
 ) -> Report:
-    """Run one variant over host arrays whose inner stride is 1.
+    """Run a call on one variant of the forward, over host arrays whose inner stride is 1.
 
     Parameters
     ----------
     spec : the variant; it must fit the problem.
-    problem, q, k, v, alibi_slopes : as `cpu.forward` takes them.
+    problem, tensors, cache_seqlen : as `cpu.run` takes them.
+    splits : of the keys; with Spec.split.
     section : (batch, head) pairs of a section of the tile order, see block.cuh.
-    seed : of the order in which warps run.
-    workers : OS threads that run blocks; 0 = as many as there are cores.
+    seed, workers, templates : see How.
     check : whether a finding raises.
-    templates : their folder; None = the installed one.
 
     Raises
     ------
     EmulationError
         If `check`: the report holds findings.
     CompileError, RuntimeError
-        As `cxx.library`.
+        As `run_call`.
     """
+    grid = select.grid(spec, problem, device.for_arch(ARCH), splits)._replace(section=section)
+    how = How(seed, workers, templates)
+    return attend(spec, grid, problem, tensors, cache_seqlen, how, check)
+
+
+def run_combine(
+    call: Combine,
+    out_partial: Array,
+    lse_partial: Array,
+    *,
+    seed: int = 0,
+    workers: int = 0,
+    check: bool = True,
+    templates: Path | None = None,
+) -> Report:
+    """Merge partial results of host arrays: `cpu.combine`, by the emulated kernel.
+
+    Parameters
+    ----------
+    call : a checked merge.
+    out_partial : (splits, *call.rows, heads, head_dim_v).
+    lse_partial : (splits, *call.rows, heads) float32.
+    seed, workers, check, templates : as `run_variant`.
+
+    Returns
+    -------
+    Report, whose `out` is of the call's dtype (bf16 as its bits), and whose `lse` is (*call.rows, heads).
+
+    Raises
+    ------
+    As `run_variant`.
+    """
+    if needs_copy(view(out_partial)):
+        out_partial = out_partial.copy()
+    o, sums = Guarded(out_partial), Guarded(lse_partial)
+    out = output(call.out_shape, DTYPES[call.dtype])
+    lse = output(call.out_shape[:-1], np.float32)
+    spec, grid = select.combine(call, is_aligned(o.view))
+    rest = launch.combine_scalars(call, o.view, sums.view, row_major(call.out_shape[:-1]))
+    outcome = merge(spec, grid, (o, sums, out, lse), rest, How(seed, workers, templates))
+    return finish(spec, out, lse, [outcome], check)
+
+
+def readable(tensors: Tensors) -> Tensors:
+    """The tensors, those copied that a kernel cannot read where they are. (Slopes have a stride.)"""
+    return Tensors(*(
+        x.copy() if x is not None and name != "alibi_slopes" and needs_copy(view(x)) else x
+        for name, x in tensors._asdict().items()
+    ))  # fmt: skip
+
+
+def attend(
+    spec: Spec,
+    grid: select.Grid,
+    problem: Problem,
+    tensors: Tensors,
+    cache_seqlen: int,
+    how: How,
+    check: bool,
+) -> Report:
+    """The launches of a call, as `call.run_plan` makes them; the caller's cache gets the new keys and values."""
     p = problem
-    out = np.empty((p.batch, p.seqlen_q, p.heads, p.head_dim_v), q.dtype)
-    lse = np.empty((p.batch, p.heads, p.seqlen_q), np.float32)
-    tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse}
-    if alibi_slopes is not None:
-        tensors["alibi_slopes"] = np.asarray(alibi_slopes, np.float32)
-    blocks = -(-p.seqlen_q // spec.block_m) * p.batch * p.heads
-    grid = select.Grid(
-        blocks=blocks, threads=spec.threads, shared_bytes=spec.shared_bytes, section=section
-    )
-    placed = {name: Guarded(x, written=name in ("o", "lse")) for name, x in tensors.items()}
-    pointers = [placed[name].array.ctypes.data if name in placed else 0 for name in POINTERS]
-    slopes = view(tensors["alibi_slopes"]) if "alibi_slopes" in tensors else None
-    params = launch.POINTERS.pack(*pointers)
-    params += launch.scalars(p, grid, view(q), view(k), view(v), slopes)
-    report = start(spec, grid, params, placed, seed, workers, templates)
-    if check and report.findings:
-        raise EmulationError(report)
+    given = {name: Guarded(x) for name, x in tensors._asdict().items() if x is not None}
+    views = Tensors(**{name: tensor.view for name, tensor in given.items()})
+    lengths = p.seqlen_q, p.seqlen_k if cache_seqlen < 0 else cache_seqlen + p.seqlen_new
+    outcomes = []
+    if p.seqlen_new:
+        appender, append_grid = select.append(p)
+        head = launch.APPEND_HEAD.pack(*launch.append_head(views, *lengths))
+        uses = inputs(launch.APPEND, given) | {name: (given[name], REWRITE) for name in "kv"}
+        params = head + launch.append_scalars(p, views)
+        outcomes.append(start(appender, append_grid, params, uses, how))
+
+    out, lse = output(p.out_shape, tensors.q.dtype), output(p.lse_shape, np.float32)
+    written = {"o": out, "lse": lse}
+    if spec.split:
+        shapes = {"o_partial": p.out_shape, "lse_partial": p.lse_shape}
+        written = {name: output((grid.splits, *shapes[name]), np.float32) for name in shapes}
+    o, sums = written.values()
+    head = launch.FORWARD_HEAD.pack(
+        *launch.forward_head(views, o.view.ptr, sums.view.ptr, *lengths)
+    )  # fmt: skip
+    params = head + launch.forward_scalars(p, grid, spec.pack_gqa, views)
+    uses = inputs(launch.FORWARD, given) | {name: (x, WRITE) for name, x in written.items()}
+    outcomes.append(start(spec, grid, params, uses, how))
+    if spec.split and grid.blocks > 0:
+        call = select.splits_combine(p, grid.splits)
+        combiner, combine_grid = select.combine(call, True)
+        parts = partials(p, grid.splits, -1)
+        rest = launch.combine_scalars(call, *parts, heads_last_strides(p))
+        outcomes.append(merge(combiner, combine_grid, (o, sums, out, lse), rest, how))
+    report = finish(spec, out, lse, outcomes, check)
+    if p.seqlen_new:
+        tensors.k[...], tensors.v[...] = given["k"].array, given["v"].array
     return report
 
 
-def start(
-    spec: Spec,
+def inputs(layout: launch.Layout, given: dict[str, Guarded]) -> dict[str, tuple[Guarded, int]]:
+    """The tensors that a kernel's Params point to, to be read."""
+    names = {field.removeprefix("sequences.") for field in layout.pointers}
+    return {name: (tensor, READ) for name, tensor in given.items() if name in names}
+
+
+def merge(
+    spec: CombineSpec,
     grid: select.Grid,
-    params: bytes,
-    tensors: dict[str, Guarded],
-    seed: int,
-    workers: int,
-    templates: Path | None,
+    tensors: tuple[Guarded, Guarded, Guarded, Guarded],
+    rest: bytes,
+    how: How,
+) -> Outcome:
+    """Launch the combine kernel; `tensors`: those of launch.COMBINE.pointers, in their order."""
+    head = launch.COMBINE_HEAD.pack(*(tensor.view.ptr for tensor in tensors))
+    uses = zip(tensors, (READ, READ, WRITE, WRITE), strict=True)
+    return start(
+        spec, grid, head + rest, dict(zip(launch.COMBINE.pointers, uses, strict=True)), how
+    )
+
+
+def finish(
+    spec: AnySpec, out: Guarded, lse: Guarded, outcomes: list[Outcome], check: bool
 ) -> Report:
-    """Launch; `tensors` by the names of Params' pointers."""
-    buffers = (CBuffer * len(tensors))()
-    for buffer, (name, tensor) in zip(buffers, tensors.items(), strict=True):
-        buffer.name, buffer.begin = name.encode(), tensor.begin
-        buffer.size, buffer.valid = tensor.states.size, tensor.states.ctypes.data
-        buffer.writable = tensor.written
-    counts, findings = (CCount * MAX_COUNTS)(), (CFinding * MAX_FINDINGS)()
-    packed = ctypes.create_string_buffer(params, len(params))
-    described = CLaunch(
-        params=ctypes.addressof(packed),
-        buffers=buffers,
-        counts=counts,
-        findings=findings,
-        seed=seed,
-        blocks=grid.blocks,
-        threads=grid.threads,
-        shared_bytes=grid.shared_bytes,
-        workers=workers or os.cpu_count() or 1,
-        buffer_count=len(buffers),
-        count_capacity=MAX_COUNTS,
-        finding_capacity=MAX_FINDINGS,
-    )
-    if grid.blocks > 0:
-        cxx.library(spec, templates).rtflash_launch(ctypes.addressof(described))
-    found = read_findings(described)
-    for name, tensor in tensors.items():
-        unwritten = int((tensor.states == ELEMENT).sum()) if tensor.written else 0
-        if unwritten:
-            what = f"{unwritten} bytes of an output that nobody wrote"
-            found.append(Finding(what, Place("", 0, name)))
-    return Report(
-        spec=spec,
-        out=tensors["o"].array.copy(),
-        lse=tensors["lse"].array.copy(),
-        findings=tuple(found),
-        counts=tuple(read_counts(described)),
-        traffic={b.name.decode(): Traffic(b.bytes_read, b.bytes_written) for b in buffers},
-    )
-
-
-class Guarded:
-    """A copy of a tensor, far from every other one, with poison between its elements.
-
-    Strides are the same, and so is the address modulo ALIGNMENT.
-
-    Attributes
-    ----------
-    array : the copy; poison if the kernel is to write it.
-    written : whether it is.
-    begin : address of the first byte of any element.
-    states : of each byte from `begin` on, see struct Buffer.
-    """
-
-    def __init__(self, array: Array, written: bool) -> None:
-        reach = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
-        below = -sum(step for step in reach if step < 0)
-        above = sum(step for step in reach if step > 0) + array.itemsize
-        size = below + above if array.size else 0
-        memory = np.empty(size + 2 * GUARD + ALIGNMENT, np.uint8)
-        first = GUARD + (array.ctypes.data - below - memory.ctypes.data - GUARD) % ALIGNMENT
-        inside = memory[first : first + size]
-        inside[...] = POISON
-        self.written = written
-        self.begin = inside.ctypes.data
-        self.states = np.full(size, PADDING, np.uint8)
-        self.array = np.ndarray(array.shape, array.dtype, memory, first + below, array.strides)
-        if size:
-            as_strided(self.states[below:], (*array.shape, array.itemsize), (*array.strides, 1))[
-                ...
-            ] = ELEMENT
-            if not written:
-                self.array[...] = array
-
-
-def view(array: Array) -> View:
-    """The array's View, strides in elements."""
-    strides = tuple(step // array.itemsize for step in array.strides)
-    dtype = {2: "fp16", 4: "fp32"}[array.itemsize]  # or as wide
-    return View(array.ctypes.data, array.shape, strides, dtype, -1)
+    """The report of launches that had to write all of `out` and `lse`; raises if `check` and there are findings."""
+    missing = [found for name, x in (("o", out), ("lse", lse)) for found in unwritten(name, x)]
+    report = total(spec, out.array.copy(), lse.array.copy(), outcomes, missing)
+    if check and report.findings:
+        raise EmulationError(report)
+    return report

@@ -1,4 +1,4 @@
-"""Kernel launch: packs `struct Params` of params.cuh and launches on the caller's stream. Nothing here synchronises."""
+"""Pack a kernel's Params and launch it on the caller's stream."""
 
 from __future__ import annotations
 
@@ -7,70 +7,276 @@ import functools
 import math
 import struct
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from .problem import Problem
+from .problem import Combine, Problem, Tensors
 from .tensor import View
 
 if TYPE_CHECKING:
     from .build import Kernel
     from .select import Grid
 
-# struct Params, field by field in its order; tests compile params.cuh and compare offsets.
-POINTER_FIELDS = ("q", "k", "v", "o", "lse", "alibi_slopes")
-STRIDE_FIELDS = (
-    *(f"{tensor}_strides.{axis}" for tensor in "qkvo" for axis in ("batch", "row", "head")),
-    "alibi_batch_stride",
-    "alibi_head_stride",
+AXES = ("batch", "row", "head")
+SEQUENCES = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "leftpad_k",
+    "cache_batch_idx",
+    "block_table",
 )
-INT_FIELDS = (
-    "seqlen_q",
-    "seqlen_k",
-    "heads",
-    "group",
-    "head_batches",
-    "section",
-    "window_left",
-    "window_right",
+
+
+class Layout(NamedTuple):
+    """A kernel's struct Params, field by field in its order; tests compile params.cuh and compare offsets.
+
+    What changes from call to call stands first: pointers, then `lengths`.
+    """
+
+    pointers: tuple[str, ...]
+    lengths: tuple[str, ...]
+    longs: tuple[str, ...]
+    ints: tuple[str, ...]
+    floats: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All of them."""
+        return self.pointers + self.lengths + self.longs + self.ints + self.floats
+
+    @property
+    def head(self) -> struct.Struct:
+        """What changes from call to call."""
+        return struct.Struct(f"<{len(self.pointers)}Q{len(self.lengths)}i")
+
+    @property
+    def rest(self) -> struct.Struct:
+        """What a plan keeps."""
+        return struct.Struct(f"<{len(self.longs)}q{len(self.ints)}i{len(self.floats)}f")
+
+
+def strides_of(*names: str) -> tuple[str, ...]:
+    """The fields of the Strides of these names."""
+    return tuple(f"{name}_strides.{axis}" for name in names for axis in AXES)
+
+
+PLACES = tuple(f"sequences.{name}" for name in SEQUENCES)
+LENGTHS = ("seqlen_q", "seqlen_k")
+FORWARD = Layout(
+    ("q", "k", "v", "o", "lse", "alibi_slopes", "rotary_cos", "rotary_sin", *PLACES),
+    LENGTHS,
+    (
+        *strides_of("q", "k", "v", "o"),
+        "o_split_stride",
+        "lse_split_stride",
+        "lse_batch_stride",
+        "lse_head_stride",
+        "alibi_batch_stride",
+        "alibi_head_stride",
+        "rotary_cos_stride",
+        "rotary_sin_stride",
+        "table_stride",
+    ),
+    (
+        "heads",
+        "group",
+        "pairs",
+        "section",
+        "splits",
+        "window_left",
+        "window_right",
+        "total_q",
+        "total_k",
+        "k_batch",
+        "page_size",
+        "pages",
+        "seqlen_new",
+        "positions",
+        "rotary_half",
+        "rotate_by_row",
+    ),
+    ("score_scale", "softcap_log2"),
 )
-FLOAT_FIELDS = ("score_scale", "softcap_log2")
-POINTERS = struct.Struct(f"<{len(POINTER_FIELDS)}Q")
-SCALARS = struct.Struct(f"<{len(STRIDE_FIELDS)}q{len(INT_FIELDS)}i{len(FLOAT_FIELDS)}f")
-PARAMS_BYTES = POINTERS.size + SCALARS.size
+COMBINE = Layout(
+    ("o_partial", "lse_partial", "o", "lse"),
+    (),
+    (
+        "o_split_stride",
+        *strides_of("o_partial"),
+        "lse_split_stride",
+        *strides_of("lse_partial", "lse"),
+    ),
+    ("seqlen", "heads", "head_dim", "splits"),
+)
+APPEND = Layout(
+    ("k_new", "v_new", "k", "v", "rotary_cos", "rotary_sin", *PLACES),
+    LENGTHS,
+    (
+        *strides_of("k_new", "v_new", "k", "v"),
+        "rotary_cos_stride",
+        "rotary_sin_stride",
+        "table_stride",
+    ),
+    (
+        "seqlen_new",
+        "heads",
+        "head_dim",
+        "head_dim_v",
+        "slots",
+        "k_batch",
+        "page_size",
+        "pages",
+        "positions",
+        "rotary_half",
+    ),
+)
+OUTPUT = FORWARD.pointers.index("o")  # and behind it the LSE
+FORWARD_HEAD, COMBINE_HEAD, APPEND_HEAD = FORWARD.head, COMBINE.head, APPEND.head
+FORWARD_REST, COMBINE_REST, APPEND_REST = FORWARD.rest, COMBINE.rest, APPEND.rest
+PARAMS_BYTES = max(layout.head.size + layout.rest.size for layout in (FORWARD, COMBINE, APPEND))
 
 LOG2_E = math.log2(math.e)
 
 
-def scalars(
-    problem: Problem, grid: Grid, q: View, k: View, v: View, alibi_slopes: View | None
-) -> bytes:
-    """Everything of Params but the pointers; the output is row-major."""
-    out_row = problem.heads * problem.head_dim_v
-    out_strides = (problem.seqlen_q * out_row, out_row, problem.head_dim_v)
-    slope_strides = (0, 0) if alibi_slopes is None else (0, *used_strides(alibi_slopes))[-2:]
-    unbounded = problem.seqlen_q + problem.seqlen_k
+def forward_scalars(problem: Problem, grid: Grid, packed_rows: bool, tensors: Tensors) -> bytes:
+    """Everything of the forward's Params but its head; the output, partial or not, is row-major.
+
+    `packed_rows`: Spec.pack_gqa.
+    """
+    p, q, k, v = problem, tensors.q, tensors.k, tensors.v
+    rows, out_row = math.prod(p.out_shape[:-2]), p.heads * p.head_dim_v
+    is_packed = p.total_q >= 0
+    unbounded = p.seqlen_q + p.seqlen_k
     left, right = (
         unbounded if bound < 0 else min(bound, unbounded)
-        for bound in (problem.window_left, problem.window_right)
+        for bound in (p.window_left, p.window_right)
     )
-    scale = problem.softmax_scale * LOG2_E
-    if problem.softcap:
-        scale *= 2.0 / problem.softcap
-    return SCALARS.pack(
-        *(stride for view in (q, k, v) for stride in used_strides(view)[:3]),
-        *out_strides,
-        *slope_strides,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.heads,
-        problem.heads // problem.heads_k,
-        problem.batch * problem.heads,
+    scale = p.softmax_scale * LOG2_E
+    if p.softcap:
+        scale *= 2.0 / p.softcap
+    slopes = tensors.alibi_slopes
+    return FORWARD_REST.pack(
+        *(stride for view in (q, k, v) for stride in strides(view)),
+        *(0 if is_packed else p.seqlen_q * out_row, out_row, p.head_dim_v),
+        rows * out_row,
+        rows * p.heads,
+        0 if is_packed else p.heads * p.seqlen_q,
+        p.total_q if is_packed else p.seqlen_q,
+        *((0, 0) if slopes is None else (0, *used_strides(slopes))[-2:]),
+        *rotary_strides(tensors),
+        table_stride(tensors),
+        p.heads,
+        p.heads // p.heads_k,
+        p.batch * (p.heads_k if packed_rows else p.heads),
         grid.section,
+        grid.splits,
         left,
         right,
+        max(p.total_q, 0),
+        max(p.total_k, 0),
+        p.cache_batch,
+        max(p.page_size, 1),
+        p.pages,
+        p.seqlen_new,
+        p.positions,
+        p.rotary_dim // 2,
+        p.window_left >= 0 or p.window_right >= 0,
         scale,
-        problem.softcap * LOG2_E,
+        p.softcap * LOG2_E,
     )
+
+
+def append_scalars(problem: Problem, tensors: Tensors) -> bytes:
+    """Everything of the append kernel's Params but its head."""
+    p, t = problem, tensors
+    return APPEND_REST.pack(
+        *(stride for view in (t.k_new, t.v_new, t.k, t.v) for stride in strides(view)),
+        *rotary_strides(t),
+        table_stride(t),
+        p.seqlen_new,
+        p.heads_k,
+        p.head_dim,
+        p.head_dim_v,
+        p.seqlen_k,
+        p.cache_batch,
+        max(p.page_size, 1),
+        p.pages,
+        p.positions,
+        p.rotary_dim // 2,
+    )
+
+
+def combine_scalars(
+    call: Combine, out_partial: View, lse_partial: View, lse_strides: tuple[int, ...]
+) -> bytes:
+    """Everything of the combine kernel's Params but its head.
+
+    Parameters
+    ----------
+    out_partial, lse_partial : (splits, *call.rows, heads, head_dim_v) and (splits, *call.rows, heads).
+    lse_strides : of the LSE, in the order of (*call.rows, heads).
+    """
+    (o_split, *o), (lse_split, *lse) = out_partial.strides[:-1], lse_partial.strides
+    return COMBINE_REST.pack(
+        o_split,
+        *(0, *o)[-3:],
+        lse_split,
+        *(0, *lse)[-3:],
+        *(0, *lse_strides)[-3:],
+        max(call.rows[-1], 1),
+        call.heads,
+        call.head_dim_v,
+        call.splits,
+    )
+
+
+def forward_head(
+    tensors: Tensors, out: int, lse: int, seqlen_q: int, seqlen_k: int
+) -> tuple[int, ...]:
+    """The head of the forward's Params. out, lse: addresses."""
+    t = tensors
+    return (
+        t.q.ptr,
+        t.k.ptr,
+        t.v.ptr,
+        out,
+        lse,
+        *addresses(t.alibi_slopes, t.rotary_cos, t.rotary_sin, *t[4:11]),
+        seqlen_q,
+        seqlen_k,
+    )
+
+
+def append_head(tensors: Tensors, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
+    """The head of the append kernel's Params."""
+    t = tensors
+    views = t.k_new, t.v_new, t.k, t.v, t.rotary_cos, t.rotary_sin, *t[4:11]
+    return (*addresses(*views), seqlen_q, seqlen_k)
+
+
+def addresses(*views: View | None) -> list[int]:
+    """Their addresses, 0 for None."""
+    return [0 if view is None else view.ptr for view in views]
+
+
+def strides(view: View) -> tuple[int, int, int]:
+    """(batch, row, head) strides of (batch, row, head, dim), or of packed (row, head, dim)."""
+    batch, row, head = (0, *used_strides(view))[-4:-1]
+    return batch, row, head
+
+
+def rotary_strides(tensors: Tensors) -> tuple[int, int]:
+    """Row strides of the two tables."""
+    tables = tensors.rotary_cos, tensors.rotary_sin
+    cos, sin = (0 if table is None else used_strides(table)[0] for table in tables)
+    return cos, sin
+
+
+def table_stride(tensors: Tensors) -> int:
+    """Row stride of the block table."""
+    return 0 if tensors.block_table is None else used_strides(tensors.block_table)[0]
 
 
 def refuse_capture(stream: int, name: str) -> None:
@@ -100,7 +306,7 @@ class _Arguments(threading.local):
         self.launch_kernel = driver.launchKernel
         self.get_device, self.set_device = runtime.getDevice, runtime.setDevice
         self.params = (ctypes.c_uint64 * (-(-PARAMS_BYTES // 8)))()
-        self.scalars = memoryview(self.params).cast("B")[POINTERS.size : PARAMS_BYTES]
+        self.bytes = memoryview(self.params).cast("B")
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
         self.address = ctypes.addressof(self._pointers)
         self.devices: set[int] = set()  # devices whose context this thread has made current once
@@ -112,20 +318,26 @@ def _arguments() -> _Arguments:
 
 
 def launch(
-    kernel: Kernel, grid: Grid, pointers: tuple[int, ...], packed: bytes, stream: int, device: int
+    kernel: Kernel,
+    grid: Grid,
+    head: struct.Struct,
+    values: Sequence[int],
+    rest: bytes,
+    stream: int,
+    device: int,
 ) -> None:
     """Launch a kernel; returns at once.
 
     Parameters
     ----------
-    pointers : device addresses in the order of POINTER_FIELDS; 0 = null.
-    packed : `scalars(...)`.
+    head, values : one of *_HEAD, and what it packs: device addresses (0 = null) and lengths.
+    rest : what *_scalars packed.
     stream : raw CUstream of `device`.
     device : CUDA index; the current device is the same afterwards.
     """
     arguments = _arguments()
-    POINTERS.pack_into(arguments.params, 0, *pointers)
-    arguments.scalars[:] = packed
+    head.pack_into(arguments.params, 0, *values)
+    arguments.bytes[head.size : head.size + len(rest)] = rest
     previous = arguments.get_device()
     if previous != device or device not in arguments.devices:
         # A thread's first CUDA call must make the device's context current; cuLaunchKernel does not.

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .spec import Spec
+from .spec import AnySpec
 
 if TYPE_CHECKING:
     import jinja2
@@ -71,7 +71,7 @@ def digest(folder: Path | None = None, target: str = "cuda") -> str:
     return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
 
 
-def source(spec: Spec, folder: Path | None = None, target: str = "cuda") -> str:
+def source(spec: AnySpec, folder: Path | None = None, target: str = "cuda") -> str:
     """The whole source of a variant, without quoted includes.
 
     Parameters

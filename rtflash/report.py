@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from .spec import Spec
+from .spec import AnySpec
 
 
 class CBuffer(ctypes.Structure):
@@ -23,8 +23,8 @@ class CBuffer(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("begin", ctypes.c_void_p),
         ("size", ctypes.c_uint64),
-        ("valid", ctypes.c_void_p),
-        ("writable", ctypes.c_uint64),
+        ("states", ctypes.c_void_p),
+        ("access", ctypes.c_uint64),
         ("bytes_read", ctypes.c_uint64),
         ("bytes_written", ctypes.c_uint64),
     )
@@ -161,20 +161,28 @@ class Traffic:
     written: int
 
 
+class Outcome(NamedTuple):
+    """What a launch reports: see Report."""
+
+    findings: list[Finding]
+    counts: list[Count]
+    traffic: dict[str, Traffic]
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
-    """An emulated launch.
+    """The emulated launches of a call.
 
     Attributes
     ----------
-    spec : the variant.
-    out, lse : its result.
-    findings : what the kernel must not do.
+    spec : the variant; of several launches the forward's.
+    out, lse : the result.
+    findings : what the kernels must not do.
     counts : executions and bank conflicts by template line.
-    traffic : by tensor: "q", "k", "v", "o", "lse", "alibi_slopes".
+    traffic : by tensor: "o", "lse", the fields of Tensors, and "o_partial", "lse_partial".
     """
 
-    spec: Spec
+    spec: AnySpec
     out: NDArray[Any] = field(repr=False)
     lse: NDArray[Any] = field(repr=False)
     findings: tuple[Finding, ...]
@@ -249,4 +257,37 @@ def read_counts(launch: CLaunch) -> list[Count]:
         Count(Place(text(c.file), c.line, text(c.instruction)), c.threads, c.warps, c.conflicts)
         for c in launch.counts[: launch.count_count]
     ]
-    return sorted(counts, key=lambda count: (count.place.file, count.place.line, str(count.place)))
+    return sorted(counts, key=order)
+
+
+def total(
+    spec: AnySpec,
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    outcomes: Sequence[Outcome],
+    missing: Sequence[Finding],
+) -> Report:
+    """The Report of several launches; `missing`: findings of no launch."""
+    counts: dict[Place, Count] = {}
+    traffic: dict[str, Traffic] = {}
+    for outcome in outcomes:
+        for count in outcome.counts:
+            old = counts.get(count.place, Count(count.place, 0, 0, 0))
+            sums = (getattr(old, x) + getattr(count, x) for x in ("threads", "warps", "conflicts"))
+            counts[count.place] = Count(count.place, *sums)
+        for name, moved in outcome.traffic.items():
+            past = traffic.get(name, Traffic(0, 0))
+            traffic[name] = Traffic(past.read + moved.read, past.written + moved.written)
+    return Report(
+        spec=spec,
+        out=out,
+        lse=lse,
+        findings=(*(found for outcome in outcomes for found in outcome.findings), *missing),
+        counts=tuple(sorted(counts.values(), key=order)),
+        traffic=traffic,
+    )
+
+
+def order(count: Count) -> tuple[str, int, str]:
+    """By place."""
+    return count.place.file, count.place.line, str(count.place)

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 from .device import Device
-from .problem import Problem
-from .spec import ALIGNMENTS, ELEMENT_BYTES, Spec
+from .problem import Combine, Problem
+from .spec import ALIGNMENTS, ELEMENT_BYTES, MAX_SPLITS, AppendSpec, CombineSpec, Spec
 
 KIB = 1024
 # A scale that is not a normal positive fp32 number, even times log2(e), is applied before the masks: -inf * 0 is NaN.
 LEAST_SCALE = 2.0**-125
 WIDEST_LOAD = max(ALIGNMENTS)
 MAX_BLOCKS = 2**31 - 1  # CUDA's limit of gridDim.x
+# A grid that fills so much of the GPU is not split, and neither does a split pay that leaves a part fewer keys than
+# this. (FlashAttention-2's num_splits_heuristic; its 0.85 for NEARLY_BEST measured 7 % slower, H200, batch 1.)
+FULL_ENOUGH = 0.8
+NEARLY_BEST = 0.95
+LEAST_KEYS = 256
+# Sequences of unknown lengths get so many waves of CTAs that a long one does not end alone, as long as a part keeps so
+# many keys (H200: batch 16 of random lengths 5 % faster, 8 times 32k 18 %; equal lengths cost up to 7 %).
+RAGGED_WAVES = 4
+RAGGED_KEYS = 2048
+# Tiles of packed rows are smaller, and slower where they have as many rows to fill.
+PACKED_SPEED = 0.75
 
 
 class Tile(NamedTuple):
@@ -26,6 +39,7 @@ class Tile(NamedTuple):
     stages: int
     q_in_regs: bool = False
     blocks_per_sm: int = 1
+    key_warps: int = 1
 
 
 class Row(NamedTuple):
@@ -41,12 +55,13 @@ class Row(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A launch: CTAs, threads and dynamic shared bytes of each; (batch, head) pairs of a section (block.cuh)."""
+    """A launch: CTAs, threads and dynamic shared bytes of each; pairs of a section, see block.cuh; splits."""
 
     blocks: int
     threads: int
     shared_bytes: int
-    section: int
+    section: int = 1
+    splits: int = 1
 
 
 # By the least shared memory that a CTA can have: sm_90, 100, 103 | sm_80, 87 | sm_86, 89, 120 | sm_75.
@@ -93,7 +108,62 @@ TILES: dict[int, tuple[Row, ...]] = {
 }
 
 
-def tile(head_dim: int, device: Device, narrow: bool = False) -> Tile:
+# For at most so many rows (query positions times heads of a group): warps split the keys, each with a ring of its own.
+FEW_ROWS = 16
+FEW: dict[int, tuple[Row, ...]] = {
+    227 * KIB: (
+        Row(64, Tile(16, 128, 4, 4, True, 1, key_warps=4)),
+        Row(128, Tile(16, 128, 4, 2, True, 1, key_warps=4)),
+        Row(192, Tile(16, 64, 4, 4, True, 1, key_warps=4)),
+        Row(256, Tile(16, 64, 4, 3, False, 1, key_warps=4)),
+    ),
+    163 * KIB: (
+        Row(64, Tile(16, 128, 4, 2, True, 2, key_warps=4)),
+        Row(128, Tile(16, 64, 4, 2, True, 2, key_warps=4)),
+        Row(192, Tile(16, 64, 4, 3, True, 1, key_warps=4)),
+        Row(256, Tile(16, 64, 4, 2, False, 1, key_warps=4)),
+    ),
+    99 * KIB: (
+        Row(64, Tile(16, 64, 4, 2, True, 2, key_warps=4)),
+        Row(128, Tile(16, 64, 4, 2, True, 1, key_warps=4)),
+        Row(192, Tile(16, 32, 2, 3, True, 1, key_warps=2)),
+        Row(256, Tile(16, 32, 2, 2, False, 1, key_warps=2)),
+    ),
+    64 * KIB: (
+        Row(128, Tile(16, 64, 4, 1, True, 1, key_warps=4)),
+        Row(256, Tile(16, 32, 2, 1, False, 1, key_warps=2)),
+    ),
+}
+# For more rows that fill few tiles, and wherever keys are split or paged.
+SOME_ROWS = 64
+SOME: dict[int, tuple[Row, ...]] = {
+    227 * KIB: (
+        Row(64, Tile(64, 64, 4, 2, blocks_per_sm=2)),
+        Row(128, Tile(64, 64, 4, 2, blocks_per_sm=2)),
+        Row(192, Tile(64, 64, 4, 1, blocks_per_sm=2)),
+        Row(256, Tile(64, 64, 4, 1, blocks_per_sm=2)),
+    ),
+    163 * KIB: (
+        Row(64, Tile(64, 64, 4, 2, blocks_per_sm=2)),
+        Row(128, Tile(64, 64, 4, 1, blocks_per_sm=2)),
+        Row(192, Tile(64, 64, 4, 1, blocks_per_sm=2)),
+        Row(256, Tile(64, 48, 4, 1, blocks_per_sm=2)),
+    ),
+    99 * KIB: (
+        Row(64, Tile(64, 64, 4, 2, blocks_per_sm=2)),
+        Row(128, Tile(64, 64, 4, 1, blocks_per_sm=2)),
+        Row(256, Tile(64, 64, 4, 1)),
+    ),
+    64 * KIB: (
+        Row(128, Tile(64, 64, 4, 1)),
+        Row(192, Tile(64, 48, 4, 1)),
+        Row(256, Tile(64, 32, 4, 1)),
+    ),
+}
+Table = dict[int, tuple[Row, ...]]
+
+
+def tile(head_dim: int, device: Device, narrow: bool = False, table: Table = TILES) -> Tile:
     """The table's tile for the wider of a call's two head_dims; `narrow`: see Row.
 
     Raises
@@ -101,52 +171,190 @@ def tile(head_dim: int, device: Device, narrow: bool = False) -> Tile:
     ValueError
         The device has less shared memory than any table.
     """
-    for limit, table in TILES.items():
+    for limit, rows in table.items():
         if device.shared_bytes_per_block >= limit:
-            row = next(row for row in table if head_dim <= row.max_head_dim)
+            row = next(row for row in rows if head_dim <= row.max_head_dim)
             return row.narrow or row.tile if narrow else row.tile
     raise ValueError(
-        f"{device.name} gives a CTA {device.shared_bytes_per_block} bytes of shared memory; rtflash needs {min(TILES)}"
+        f"{device.name} gives a CTA {device.shared_bytes_per_block} bytes of shared memory; rtflash needs {min(table)}"
     )
 
 
 def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
-    """The variant and the grid of a dense forward call.
+    """The variant and the grid of a forward call.
+
+    With num_splits 1 neither depends on the batch, and so no bit of the result does.
 
     Raises
     ------
     ValueError
         The device cannot run the call.
     """
-    isa = 80 if device.major >= 8 else 75
-    if isa < 80 and problem.dtype == "bf16":
+    if device.major < 8 and problem.dtype == "bf16":
         raise ValueError(
             f"q is bf16 on {device.name} (sm_{device.major}{device.minor}); bf16 needs sm_80, use fp16"
         )
-    prescale = problem.softcap > 0 or problem.alibi or problem.softmax_scale < LEAST_SCALE
-    narrow = prescale or problem.mask == "window" or problem.align < WIDEST_LOAD
-    chosen = tile(max(problem.head_dim, problem.head_dim_v), device, narrow)
-    spec = Spec(
-        dtype=problem.dtype,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        isa=isa,
-        mask=problem.mask,
-        softcap=problem.softcap > 0,
-        alibi=problem.alibi,
-        prescale=prescale,
-        even_m=problem.seqlen_q % chosen.block_m == 0,
-        even_n=problem.seqlen_k % chosen.block_n == 0,
-        align=problem.align,
-        **chosen._asdict(),
-    )
-    blocks = -(-problem.seqlen_q // spec.block_m) * problem.batch * problem.heads
-    if blocks > MAX_BLOCKS:
+    table = table_of(problem, device)
+    if table is TILES and problem.num_splits != 1:
+        splits = split_count(problem, variant(problem, device, SOME), device)
+        main = grid(variant(problem, device, TILES), problem, device)
+        if splits > 1 and (problem.num_splits or not is_full(main.blocks, device, 1)):
+            table = SOME
+    spec = variant(problem, device, table)
+    splits = 1 if table is TILES else split_count(problem, spec, device)
+    if splits > 1:
+        spec = as_split(spec)
+    return spec, grid(spec, problem, device, splits)
+
+
+def variant(problem: Problem, device: Device, table: Table) -> Spec:
+    """The variant, unsplit, that a table has for a call."""
+    p = problem
+    prescale = p.softcap > 0 or p.alibi or p.softmax_scale < LEAST_SCALE
+    narrow = prescale or p.mask == "window" or p.align < WIDEST_LOAD
+    chosen = tile(max(p.head_dim, p.head_dim_v), device, narrow, table)
+    own = table is not TILES
+    # Lengths that a device array may say, or of packed rows, are taken as uneven.
+    even = not (own or p.ragged or p.cache_batch or p.page_size)
+    # What a single query sees ends with the last key under any right bound.
+    full = own and p.seqlen_q == 1 and p.window_left < 0
+    even_m = even and p.seqlen_q % chosen.block_m == 0
+    even_n = even and p.seqlen_k % chosen.block_n == 0
+    return make_spec(
+        p.dtype, p.head_dim, p.head_dim_v, chosen, 80 if device.major >= 8 else 75, "full" if full else p.mask,
+        p.softcap > 0, p.alibi, prescale, even_m, even_n, p.align, own, p.ragged, p.page_size > 0, p.rotary,
+    )  # fmt: skip
+
+
+@functools.lru_cache(4096)
+def make_spec(
+    dtype: str, head_dim: int, head_dim_v: int, tile: Tile, isa: int, mask: str, softcap: bool, alibi: bool,
+    prescale: bool, even_m: bool, even_n: bool, align: int, pack_gqa: bool, ragged: bool, paged: bool, rotary: str,
+) -> Spec:  # fmt: skip
+    """A Spec by its fields, made once: it takes longer to make than to find."""
+    return Spec(
+        dtype, head_dim, head_dim_v, *tile[:4], isa=isa, q_in_regs=tile.q_in_regs,
+        blocks_per_sm=tile.blocks_per_sm, key_warps=tile.key_warps, mask=mask, softcap=softcap, alibi=alibi,
+        prescale=prescale, even_m=even_m, even_n=even_n, align=align, pack_gqa=pack_gqa, ragged=ragged,
+        paged=paged, rotary=rotary,
+    )  # fmt: skip
+
+
+def grid(spec: Spec, problem: Problem, device: Device, splits: int = 1) -> Grid:
+    """The grid of a variant for a call.
+
+    Raises
+    ------
+    ValueError
+        It would have more CTAs than CUDA launches.
+    """
+    group = problem.heads // problem.heads_k
+    rows, heads = problem.seqlen_q, problem.heads
+    if spec.pack_gqa:
+        rows, heads = rows * group, problem.heads_k
+    blocks = -(-rows // spec.block_m) * problem.batch * heads * splits
+    if blocks > MAX_BLOCKS or rows > MAX_BLOCKS:
         raise ValueError(
             f"batch {problem.batch} x heads {problem.heads} x seqlen_q {problem.seqlen_q} makes {blocks} CTAs;"
             f" CUDA launches at most {MAX_BLOCKS}"
         )
-    return spec, Grid(blocks, spec.threads, spec.shared_bytes, section(problem, device))
+    pairs = section(problem, device)
+    if spec.pack_gqa:
+        pairs = max(1, pairs // group)
+    return Grid(blocks, spec.threads, spec.shared_bytes, pairs, splits)
+
+
+@functools.lru_cache(4096)
+def as_split(spec: Spec) -> Spec:
+    """The variant that writes partial results."""
+    return dataclasses.replace(spec, split=True)
+
+
+def table_of(problem: Problem, device: Device) -> Table:
+    """The table whose tiles suit a call's rows."""
+    rows = problem.seqlen_q * (problem.heads // problem.heads_k)
+    if rows <= FEW_ROWS:
+        return FEW
+    if rows <= SOME_ROWS or problem.page_size or problem.rotary != "none":
+        return SOME
+    main, packed = (variant(problem, device, table) for table in (TILES, SOME))
+    better = filled(problem.seqlen_q, main) < PACKED_SPEED * filled(rows, packed)
+    return SOME if better else TILES
+
+
+def filled(rows: int, spec: Spec) -> float:
+    """The part of a grid's tile rows that rows fill."""
+    return rows / (-(-rows // spec.block_m) * spec.block_m)
+
+
+def is_full(blocks: int, device: Device, blocks_per_sm: int) -> bool:
+    """Whether so many CTAs keep the GPU busy."""
+    return blocks >= FULL_ENOUGH * device.sm_count * blocks_per_sm
+
+
+def split_count(problem: Problem, spec: Spec, device: Device) -> int:
+    """How many parts the keys are split into: what the caller says, or else a heuristic of shapes and capacities.
+
+    FlashAttention-2's: the fewest parts whose last wave of CTAs leaves the GPU nearly as full as the best number does.
+    """
+    if problem.num_splits:
+        return problem.num_splits
+    tiles = grid(spec, problem, device).blocks
+    slots = device.sm_count * spec.blocks_per_sm
+    keys = problem.seqlen_k
+    if problem.window_left >= 0:
+        right = problem.window_right if problem.window_right >= 0 else keys
+        keys = min(keys, problem.window_left + problem.seqlen_q + right)
+    most = min(MAX_SPLITS, slots, keys // max(LEAST_KEYS, spec.block_n))
+    if tiles == 0 or most <= 1:
+        return 1
+    ragged = 1
+    if problem.ragged and problem.batch > 1:
+        ragged = max(1, min(RAGGED_WAVES * slots // tiles, keys // RAGGED_KEYS))
+    if is_full(tiles, device, spec.blocks_per_sm):
+        return ragged
+
+    return max(ragged, fewest_full(tiles, slots, most))
+
+
+@functools.lru_cache(4096)
+def fewest_full(tiles: int, slots: int, most: int) -> int:
+    """The fewest splits, at most `most`, whose last wave is nearly as full as the best number's."""
+    waves = [tiles * splits / slots for splits in range(1, most + 1)]
+    fullness = [n / math.ceil(n) for n in waves]
+    return 1 + next(i for i, n in enumerate(fullness) if n >= NEARLY_BEST * max(fullness))
+
+
+def combine(call: Combine, aligned: bool) -> tuple[CombineSpec, Grid]:
+    """The variant and the grid that merge partial results; `aligned`: rows of fp32 start at multiples of 16 bytes.
+
+    Raises
+    ------
+    ValueError
+        It would have more CTAs than CUDA launches.
+    """
+    vector = 4 if aligned and call.partial == "fp32" and call.head_dim_v % 4 == 0 else 1
+    spec = CombineSpec(call.dtype, call.partial, vector)
+    blocks = math.prod(call.rows) * call.heads
+    if blocks > MAX_BLOCKS:
+        raise ValueError(
+            f"{math.prod(call.rows)} rows x {call.heads} heads are too many; at most {MAX_BLOCKS} can be merged"
+        )
+    return spec, Grid(blocks, spec.threads, spec.shared_bytes)
+
+
+def splits_combine(problem: Problem, splits: int) -> Combine:
+    """The merge after a split forward: its partial results have the shape of the output."""
+    return Combine(
+        splits, problem.out_shape[:-2], problem.heads, problem.head_dim_v, "fp32", problem.dtype
+    )
+
+
+def append(problem: Problem) -> tuple[AppendSpec, Grid]:
+    """The variant and the grid that write new keys and values into a cache."""
+    spec = AppendSpec(problem.dtype, problem.rotary)
+    blocks = problem.batch * problem.seqlen_new * problem.heads_k
+    return spec, Grid(blocks, spec.threads, spec.shared_bytes)
 
 
 def section(problem: Problem, device: Device) -> int:
@@ -164,11 +372,30 @@ def section(problem: Problem, device: Device) -> int:
 
 
 def variants(spec: Spec) -> list[Spec]:
-    """The four variants that lengths choose among: each length even or not."""
+    """The variants of a kernel that lengths choose among: each length even or not; of packed rows split or not."""
+    if spec.pack_gqa:
+        return [dataclasses.replace(spec, split=split) for split in (False, True)]
+    if spec.ragged:
+        return [spec]
     return [
         dataclasses.replace(spec, even_m=even_m, even_n=even_n)
         for even_m, even_n in itertools.product((True, False), repeat=2)
     ]
+
+
+def every_variant(problem: Problem, device: Device) -> list[Spec | CombineSpec | AppendSpec]:
+    """All that a call of these features can need, whatever its lengths, batch and heads."""
+    specs: dict[Spec | CombineSpec | AppendSpec, None] = {}
+    one, many = (dataclasses.replace(problem, seqlen_q=n) for n in (1, 2))
+    for table in (FEW, SOME, TILES):
+        if table is TILES and (problem.page_size or problem.rotary != "none"):
+            continue
+        for call in (many,) if table is TILES else (many, one):
+            specs.update(dict.fromkeys(variants(variant(call, device, table))))
+    specs[combine(splits_combine(problem, 2), True)[0]] = None
+    if problem.seqlen_new:
+        specs[append(problem)[0]] = None
+    return list(specs)
 
 
 TABLE_FEATURES: tuple[tuple[str, dict[str, float]], ...] = (
@@ -181,28 +408,41 @@ TABLE_FEATURES: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def table_specs(device: Device) -> list[Spec]:
-    """What the table makes on a device: every tile with each mask, dtype and evenness, and with each feature."""
+    """What the tables make on a device: every tile with each mask, dtype and evenness, and with each feature."""
     specs: dict[Spec, None] = {}
-    for head_dim in sorted({row.max_head_dim for table in TILES.values() for row in table}):
-        for dtype in ("fp16", "bf16") if device.major >= 8 else ("fp16",):
-            for mask, features in TABLE_FEATURES:
-                window = {"full": (-1, -1), "causal": (-1, 0), "window": (128, 16)}[mask]
-                problem = Problem(
-                    batch=1,
-                    seqlen_q=1,
-                    seqlen_k=1,
-                    heads=1,
-                    heads_k=1,
-                    head_dim=head_dim,
-                    head_dim_v=head_dim,
-                    dtype=dtype,
-                    softmax_scale=features.get("scale", 1.0),
-                    window_left=window[0],
-                    window_right=window[1],
-                    softcap=features.get("softcap", 0.0),
-                    alibi="alibi" in features,
-                    align=16,
-                )
-                spec, _ = forward(problem, device)
-                specs.update(dict.fromkeys([spec] if features else variants(spec)))
+    for table in (TILES, FEW, SOME):
+        for head_dim in sorted({row.max_head_dim for rows in table.values() for row in rows}):
+            for dtype in ("fp16", "bf16") if device.major >= 8 else ("fp16",):
+                for mask, features in TABLE_FEATURES:
+                    call = table_problem(head_dim, dtype, mask, features)
+                    for places in ({}, PACKED) if table is TILES else ({}, PACKED, PAGED, APPENDED):
+                        found = variant(dataclasses.replace(call, **places), device, table)
+                        specs.update(dict.fromkeys([found] if features else variants(found)))
     return list(specs)
+
+
+# Where sequences may lie, beside a dense call.
+PACKED: dict[str, Any] = {"ragged": True}
+PAGED: dict[str, Any] = {"ragged": True, "page_size": 16}
+APPENDED: dict[str, Any] = {"ragged": True, "page_size": 16, "rotary": "halves"}
+
+
+def table_problem(head_dim: int, dtype: str, mask: str, features: dict[str, float]) -> Problem:
+    """A call of one feature."""
+    left, right = {"full": (-1, -1), "causal": (-1, 0), "window": (128, 16)}[mask]
+    return Problem(
+        batch=1,
+        seqlen_q=2,
+        seqlen_k=1,
+        heads=1,
+        heads_k=1,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=dtype,
+        softmax_scale=features.get("scale", 1.0),
+        window_left=left,
+        window_right=right,
+        softcap=features.get("softcap", 0.0),
+        alibi="alibi" in features,
+        align=16,
+    )

@@ -8,20 +8,49 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 DTYPES = ("fp16", "bf16")
 MASKS = ("full", "causal", "window")
 ISAS = (75, 80)
+ROTARIES = ("none", "interleaved", "halves")
 ALIGNMENTS = (16, 8, 4, 2)
 MAX_HEAD_DIM = 256
 ELEMENT_BYTES = 2
 WARP_SIZE = 32
 MMA_M = 16
+COMBINE_WARPS = 4
+APPEND_THREADS = 128
+MAX_SPLITS = 256
 
 
 def padded_head_dim(head_dim: int) -> int:
     """Columns of a shared-memory row: whole slabs of 64 elements (128 bytes), or of 32 where 64 would waste half."""
     return -(-head_dim // 32) * 32
+
+
+def field_texts(spec: Any) -> dict[str, str]:
+    """Every field of a Spec as C++ text."""
+
+    def text(value: object) -> str:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    return {f.name: text(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
+
+
+class AnySpec(Protocol):
+    """What building and launching need of a variant: Spec, CombineSpec or AppendSpec."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kernel_file(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def shared_bytes(self) -> int: ...
+    def variables(self) -> dict[str, str]: ...
+    def to_dict(self) -> dict[str, object]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +62,9 @@ class Spec:
     dtype : "fp16" or "bf16", of q, k, v and the output.
     head_dim, head_dim_v : true sizes (1..256), padded inside the kernel.
     block_m, block_n : query rows and key rows of a tile.
-    warps : warps of a CTA; each owns block_m / warps query rows.
-    stages : shared-memory buffers of K and of V (1: two barriers a tile; 2: one barrier a tile).
+    warps : warps of a CTA; each owns block_m / warps query rows, or all rows and a part of the keys: see key_warps.
+    stages : shared-memory buffers of K and of V (1: two barriers a tile; 2: one barrier a tile; with key_warps > 1:
+        tiles of a warp's own ring).
     isa : 75 = synchronous copies and mma.m16n8k8 (fp16 only); 80 = cp.async and mma.m16n8k16.
     q_in_regs : Q's fragments stay in registers instead of being read from shared memory for every tile.
     blocks_per_sm : resident CTAs that the register allocation must leave room for.
@@ -43,6 +73,13 @@ class Spec:
     prescale : scores are scaled before the maximum is taken (a scale <= 0 needs it; softcap and alibi imply it).
     even_m, even_n : the lengths are multiples of block_m, block_n.
     align : bytes of the widest global load that q, k and v allow.
+    key_warps : 1, or all the warps: they share the query rows and split the keys of a tile, each with its own ring.
+    pack_gqa : the query heads of a key head are rows of one tile: row = position * group + head in the group.
+    split : the keys of a tile of rows are split over CTAs, which write fp32 partial results for CombineSpec's kernel.
+    ragged : lengths and places of the sequences are read from device arrays (varlen, seqused, a cache).
+    paged : keys and values are pages, found by a block table.
+    rotary : "none", or the pairs of columns in which q is rotated as it is loaded: "interleaved" (2i, 2i + 1), "halves"
+        (i, i + rotary_dim / 2).
     """
 
     dtype: str
@@ -62,6 +99,12 @@ class Spec:
     even_m: bool = False
     even_n: bool = False
     align: int = 16
+    key_warps: int = 1
+    pack_gqa: bool = False
+    split: bool = False
+    ragged: bool = False
+    paged: bool = False
+    rotary: str = "none"
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, wanted: str) -> None:
@@ -76,13 +119,22 @@ class Spec:
         require(1 <= self.head_dim <= MAX_HEAD_DIM, "head_dim", f"in 1..{MAX_HEAD_DIM}")
         require(1 <= self.head_dim_v <= MAX_HEAD_DIM, "head_dim_v", f"in 1..{MAX_HEAD_DIM}")
         require(self.warps in (2, 4, 8, 16), "warps", "2, 4, 8 or 16")
+        require(self.key_warps in (1, self.warps), "key_warps", f"1 or {self.warps}")
         require(
-            self.block_m >= MMA_M and self.block_m % (self.warps * MMA_M) == 0,
+            self.block_m >= MMA_M and self.block_m % (self.row_warps * MMA_M) == 0,
             "block_m",
-            f"a multiple of {MMA_M} rows for each of {self.warps} warps",
+            f"a multiple of {MMA_M} rows for each of {self.row_warps} warps",
         )
-        require(self.block_n >= 16 and self.block_n % 16 == 0, "block_n", "a multiple of 16")
-        require(self.stages in (1, 2), "stages", "1 or 2")
+        require(
+            self.block_n >= 16 and self.block_n % (16 * self.key_warps) == 0,
+            "block_n",
+            f"a multiple of 16 for each of {self.key_warps} warps",
+        )
+        if self.key_warps > 1:
+            require(self.block_n <= WARP_SIZE * self.key_warps, "block_n", "32 keys a warp at most")
+            require(1 <= self.stages <= 8, "stages", "in 1..8")
+        else:
+            require(self.stages in (1, 2), "stages", "1 or 2")
         require(
             self.isa >= 80 or self.stages == 1, "stages", "1 for isa 75 (no asynchronous copies)"
         )
@@ -94,6 +146,15 @@ class Spec:
             "prescale",
             "True with softcap or alibi",
         )
+        require(self.rotary in ROTARIES, "rotary", f"one of {ROTARIES}")
+        uneven = self.pack_gqa or self.split or self.ragged or self.paged or self.key_warps > 1
+        require(not (uneven and self.even_m), "even_m", "False where lengths are not the call's")
+        require(not (uneven and self.even_n), "even_n", "False where lengths are not the call's")
+
+    @property
+    def row_warps(self) -> int:
+        """Warps along the query rows of a tile."""
+        return self.warps // self.key_warps
 
     @property
     def name(self) -> str:
@@ -103,7 +164,8 @@ class Spec:
             if self.head_dim == self.head_dim_v
             else f"d{self.head_dim}v{self.head_dim_v}"
         )
-        tile = f"m{self.block_m}x{self.block_n}_w{self.warps}s{self.stages}"
+        keys = "k" if self.key_warps > 1 else ""
+        tile = f"m{self.block_m}x{self.block_n}_w{self.warps}{keys}s{self.stages}"
         flags = [
             *(["qreg"] if self.q_in_regs else []),
             *([f"b{self.blocks_per_sm}"] if self.blocks_per_sm > 1 else []),
@@ -111,6 +173,8 @@ class Spec:
             *([flag for flag in ("softcap", "alibi", "prescale") if getattr(self, flag)]),
             *([flag.replace("_", "") for flag in ("even_m", "even_n") if getattr(self, flag)]),
             *([f"align{self.align}"] if self.align != 16 else []),
+            *([flag for flag in ("pack_gqa", "split", "ragged", "paged") if getattr(self, flag)]),
+            *([f"rotary_{self.rotary}"] if self.rotary != "none" else []),
         ]
         return "_".join([f"rtflash_forward_sm{self.isa}_", self.dtype, dim, tile, *flags])
 
@@ -130,7 +194,11 @@ class Spec:
         row_qk = padded_head_dim(self.head_dim) * ELEMENT_BYTES
         row_v = padded_head_dim(self.head_dim_v) * ELEMENT_BYTES
         tiles = self.block_m * row_qk + self.stages * self.block_n * (row_qk + row_v)
-        return max(tiles, self.block_m * row_v)
+        if self.key_warps == 1:
+            return max(tiles, self.block_m * row_v)
+        # O in fp32 (8 columns more than a row has, against bank conflicts), reference and sum, of each warp's rows.
+        row_o = (padded_head_dim(self.head_dim_v) + 8 + 2) * 4
+        return max(tiles, self.key_warps * self.block_m * row_o)
 
     @property
     def out_align(self) -> int:
@@ -140,33 +208,131 @@ class Spec:
     def variables(self) -> dict[str, str]:
         """What config.cuh may use as ${...}: every field as C++ text, and derived sizes."""
 
-        def text(value: object) -> str:
-            return str(value).lower() if isinstance(value, bool) else str(value)
-
-        fields = {f.name: text(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        fields = field_texts(self)
         return fields | {
             "name": self.name,
+            "kernel": "forward",
             "head_dim_padded": str(padded_head_dim(self.head_dim)),
             "head_dim_v_padded": str(padded_head_dim(self.head_dim_v)),
             "out_align": str(self.out_align),
             "threads": str(self.threads),
-            "shared_bytes": str(self.shared_bytes),
         }
 
     def to_dict(self) -> dict[str, object]:
         """Field values, for `spec.json`."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, object]) -> Spec:
-        """The Spec that `to_dict` described.
 
-        Raises
-        ------
-        ValueError
-            A field is unknown, missing or impossible.
-        """
-        try:
-            return cls(**values)  # type: ignore[arg-type]
-        except TypeError as error:
-            raise ValueError(f"not a Spec of this version: {error}") from None
+@dataclass(frozen=True, slots=True)
+class CombineSpec:
+    """The kernel that merges partial results of the same rows by their LSE: a CTA a row, whose warps share the splits.
+
+    Attributes
+    ----------
+    dtype : "fp16", "bf16" or "fp32", of the result.
+    partial : dtype of the partial results.
+    vector : columns that a lane loads at once: 4 (fp32, aligned to 16 bytes) or 1.
+    """
+
+    dtype: str
+    partial: str = "fp32"
+    vector: int = 4
+
+    def __post_init__(self) -> None:
+        for field in ("dtype", "partial"):
+            if getattr(self, field) not in (*DTYPES, "fp32"):
+                raise ValueError(
+                    f"CombineSpec.{field} is {getattr(self, field)!r}; it must be fp16, bf16 or fp32"
+                )
+        if self.vector not in ((1, 4) if self.partial == "fp32" else (1,)):
+            raise ValueError(
+                f"CombineSpec.vector is {self.vector!r}; it must be 1, or 4 for fp32 partial results"
+            )
+
+    @property
+    def name(self) -> str:
+        """As Spec.name."""
+        return f"rtflash_combine__{self.partial}_{self.dtype}_v{self.vector}"
+
+    @property
+    def kernel_file(self) -> str:
+        """The template that holds the kernel."""
+        return "combine.cu"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return COMBINE_WARPS * WARP_SIZE
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA: the weight of each split, and each warp's sum of O, in fp32."""
+        return (MAX_SPLITS + COMBINE_WARPS * MAX_HEAD_DIM) * 4
+
+    def variables(self) -> dict[str, str]:
+        """As Spec.variables."""
+        return field_texts(self) | {
+            "name": self.name,
+            "kernel": "combine",
+            "warps": str(COMBINE_WARPS),
+            "threads": str(self.threads),
+            "max_splits": str(MAX_SPLITS),
+            "max_head_dim": str(MAX_HEAD_DIM),
+        }
+
+    def to_dict(self) -> dict[str, object]:
+        """Field values, for `spec.json`."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class AppendSpec:
+    """The kernel that writes new keys, rotated, and values into a cache: a CTA a new key and head.
+
+    Attributes
+    ----------
+    dtype : "fp16" or "bf16".
+    rotary : as Spec.rotary, of the keys.
+    """
+
+    dtype: str
+    rotary: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"AppendSpec.dtype is {self.dtype!r}; it must be one of {DTYPES}")
+        if self.rotary not in ROTARIES:
+            raise ValueError(f"AppendSpec.rotary is {self.rotary!r}; it must be one of {ROTARIES}")
+
+    @property
+    def name(self) -> str:
+        """As Spec.name."""
+        rotary = "" if self.rotary == "none" else f"_rotary_{self.rotary}"
+        return f"rtflash_append__{self.dtype}{rotary}"
+
+    @property
+    def kernel_file(self) -> str:
+        """The template that holds the kernel."""
+        return "append.cu"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return APPEND_THREADS
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA."""
+        return 0
+
+    def variables(self) -> dict[str, str]:
+        """As Spec.variables."""
+        return field_texts(self) | {
+            "name": self.name,
+            "kernel": "append",
+            "threads": str(self.threads),
+        }
+
+    def to_dict(self) -> dict[str, object]:
+        """Field values, for `spec.json`."""
+        return dataclasses.asdict(self)

@@ -1,5 +1,8 @@
-// Which part of the problem a CTA works on: blockIdx -> batch, head, query tile and the range of
-// key tiles.
+// Which part of the problem a CTA works on: blockIdx -> sequence, head, rows and the range of key
+// tiles.
+//
+// Rows are query positions; with kPackGqa row i is position i / group of head i % group of the
+// group, so that all query heads of a key head share one read of its keys.
 #pragma once
 
 #include "params.cuh"
@@ -7,45 +10,123 @@
 
 struct Block {
   int batch;
-  int head;     // query head
+  int head;     // query head; with kPackGqa the group's first
   int head_k;   // its key head
-  int m_begin;  // first query row
+  int split;    // which part of the keys
+  int m_begin;  // first row
   int n_begin;  // key tiles [n_begin, n_end), in tiles of kBlockN; empty: no key is visible
   int n_end;
+  int seqlen_q;  // of the sequence
+  int seqlen_k;
+  int q_begin;  // the sequence's first row in packed q and o
+  int q_slots;  // positions from there on that are its to write: seqlen_q or more
+  int k_begin;  // the row of its first key in k and v
+  int k_batch;  // the row of its batch in k and v
 };
+
+/// The query position of a row.
+__device__ __forceinline__ int row_position(const Params& params, int row) {
+  return kPackGqa ? row / params.group : row;
+}
+
+/// Entry `index` of an int array.
+__device__ __forceinline__ int load_int(const int* array_gmem, int64 index) {
+  return static_cast<int>(load_global_4(array_gmem + index));
+}
+
+/// Finds the block's sequence. Offsets and lengths that lie outside the tensors are cut off there,
+/// so that a malformed array can give wrong results but no access outside.
+__device__ __forceinline__ void place_sequence(const Params& params, Block& block) {
+  const Sequences& given = params.sequences;
+  const int b = block.batch;
+  if (given.cu_seqlens_q != nullptr) {
+    const int begin = min(max(load_int(given.cu_seqlens_q, b), 0), params.total_q);
+    const int end = min(max(load_int(given.cu_seqlens_q, b + 1), begin), params.total_q);
+    const bool last = (b + 1) * (params.heads / (kPackGqa ? params.group : 1)) == params.pairs;
+    block.q_begin = begin;
+    block.seqlen_q = end - begin;
+    block.q_slots = (last ? params.total_q : end) - begin;
+  }
+  if (given.seqused_q != nullptr) {
+    block.seqlen_q = min(max(load_int(given.seqused_q, b), 0), block.seqlen_q);
+  }
+  if (given.cu_seqlens_k != nullptr) {
+    const int first = load_int(given.cu_seqlens_k, b);
+    const int begin = kPaged ? first : min(max(first, 0), params.total_k);
+    const int room = kPaged ? params.seqlen_k : params.total_k - begin;
+    block.k_begin = kPaged ? 0 : begin;
+    block.seqlen_k = min(max(load_int(given.cu_seqlens_k, b + 1) - begin, 0), room);
+  }
+  if (given.seqused_k != nullptr) {
+    const int used = load_int(given.seqused_k, b) + params.seqlen_new;
+    block.seqlen_k = min(max(used, 0), block.seqlen_k);
+  }
+  if (given.leftpad_k != nullptr) {
+    const int pad = min(max(load_int(given.leftpad_k, b), 0), block.seqlen_k);
+    block.k_begin += pad;
+    block.seqlen_k -= pad;
+  }
+  if (given.cache_batch_idx != nullptr) {
+    block.k_batch = load_int(given.cache_batch_idx, b);
+    if (static_cast<uint32>(block.k_batch) >= static_cast<uint32>(params.k_batch)) {
+      block.k_batch = block.seqlen_k = 0;
+    }
+  }
+}
 
 /// Tile order: the (batch, head) pairs are cut into sections of `params.section` whose keys and
 /// values fit L2 together. Within a section all pairs take their last query tile first: under a
 /// causal mask the longest work then starts first. With section 1 the tiles of one pair follow one
-/// another. (LPT within L2 sections: FlashAttention-3.)
+/// another. (LPT within L2 sections: FlashAttention-3.) The splits of a tile follow one another.
 __device__ __forceinline__ Block locate_block(const Params& params) {
-  const int m_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const int rows = kPackGqa ? params.seqlen_q * params.group : params.seqlen_q;
+  const int m_tiles = (rows + kBlockM - 1) / kBlockM;
   const int section_tiles = params.section * m_tiles;
-  const int index = block_index();
+  const int index = kSplit ? block_index() / params.splits : block_index();
   const int section = index / section_tiles;
   const int in_section = index - section * section_tiles;
-  const int pairs = min(params.section, params.head_batches - section * params.section);
+  const int pairs = min(params.section, params.pairs - section * params.section);
   const int m = in_section / pairs;
   const int pair = section * params.section + in_section - m * pairs;
 
   Block block;
-  block.batch = pair / params.heads;
-  block.head = pair - block.batch * params.heads;
-  block.head_k = block.head / params.group;
+  const int heads = kPackGqa ? params.heads / params.group : params.heads;
+  block.batch = pair / heads;
+  const int head = pair - block.batch * heads;
+  block.head = kPackGqa ? head * params.group : head;
+  block.head_k = kPackGqa ? head : head / params.group;
+  block.split = kSplit ? block_index() - index * params.splits : 0;
   block.m_begin = (m_tiles - 1 - m) * kBlockM;
+  block.seqlen_q = block.q_slots = params.seqlen_q;
+  block.seqlen_k = params.seqlen_k;
+  block.q_begin = block.k_begin = 0;
+  block.k_batch = block.batch;
+  if constexpr (kRagged) place_sequence(params, block);
+
   block.n_begin = 0;
-  block.n_end = (params.seqlen_k + kBlockN - 1) / kBlockN;
+  block.n_end = (block.seqlen_k + kBlockN - 1) / kBlockN;
+  const int first = row_position(params, block.m_begin);
   if constexpr (kMask != MaskKind::full) {
-    // Query row i stands at key i + seqlen_k - seqlen_q (bottom-right) and sees window_right keys
-    // beyond it.
-    const int shift = params.seqlen_k - params.seqlen_q;
-    const int m_end = min(block.m_begin + kBlockM, params.seqlen_q);
+    // Query position i stands at key i + seqlen_k - seqlen_q (bottom-right) and sees window_right
+    // keys beyond it.
+    const int shift = block.seqlen_k - block.seqlen_q;
+    const int end = row_position(params, block.m_begin + kBlockM - 1) + 1;
     const int right = kMask == MaskKind::causal ? 0 : params.window_right;
-    const int keys_end = max(m_end + shift + right, 0);
+    const int keys_end = max(min(end, block.seqlen_q) + shift + right, 0);
     block.n_end = min(block.n_end, (keys_end + kBlockN - 1) / kBlockN);
     if constexpr (kMask == MaskKind::window) {
-      block.n_begin = max(block.m_begin + shift - params.window_left, 0) / kBlockN;
+      block.n_begin = max(first + shift - params.window_left, 0) / kBlockN;
     }
   }
+  if constexpr (kSplit) {
+    // Parts of equal length, but for one tile.
+    const int tiles = max(block.n_end - block.n_begin, 0);
+    const int part = tiles / params.splits;
+    const int longer = tiles - part * params.splits;  // parts that take one tile more
+    block.n_begin += block.split * part + min(block.split, longer);
+    block.n_end = block.n_begin + part + (block.split < longer ? 1 : 0);
+  }
+  // Of a tile that lies past the sequence's queries only zeros are written.
+  if (kRagged && first >= block.seqlen_q) block.n_end = block.n_begin;
   return block;
 }

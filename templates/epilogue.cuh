@@ -1,23 +1,43 @@
-// Normalises O and writes it and the LSE.
+// Normalises O and writes it and the LSE, where warps split the query rows.
 #pragma once
 
-#include "block.cuh"
-#include "sm80/copy.cuh"
-#include "softmax.cuh"
+#include "output.cuh"
 
 /// Writes the LSE of the warp's rows, the first of them `warp_row` in the CTA.
-__device__ __forceinline__ void store_lse(const Params& params, const Block& block,
-                                          const OnlineSoftmax& softmax, int warp_row, int lane) {
+__device__ __forceinline__ void store_lse_rows(const Params& params, const Block& block,
+                                               const OnlineSoftmax& softmax, int warp_row,
+                                               int lane) {
   // The four lanes of a quad hold the same rows: the first one writes.
   if (params.lse == nullptr || lane % 4 != 0) return;
-  const int64 pair = static_cast<int64>(block.batch) * params.heads + block.head;
-  float* lse_gmem = params.lse + pair * params.seqlen_q + block.m_begin;
-  const int rows = params.seqlen_q - block.m_begin;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const int row = warp_row + 8 * r + lane / 4;
-    if (kEvenM || row < rows) {
-      store_global_4(lse_gmem + row, __builtin_bit_cast(uint32, softmax.lse(r)));
+    const OutputRow place(params, block, warp_row + 8 * r + lane / 4);
+    if (place.inside(block)) store_lse(place.lse_gmem(params, block), softmax.lse(r));
+  }
+}
+
+/// Writes the warp's rows of O, normalised, in fp32.
+__device__ __forceinline__ void store_partial(const Params& params, const Block& block,
+                                              const OnlineSoftmax& softmax, const OutputTile& o,
+                                              int warp_row, int lane) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const OutputRow place(params, block, warp_row + 8 * r + lane / 4);
+    // A row that saw no key has the weight 0: it is not read.
+    if (!place.inside(block) || softmax.row_sum[r] == 0.f) continue;
+    const float inverse = reciprocal_approx(softmax.row_sum[r]);
+    float* o_gmem = reinterpret_cast<float*>(place.o_gmem(params, block)) + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kMmaV; ++j) {
+      const int column = 8 * j + lane % 4 * 2;
+      const uint32 low = __builtin_bit_cast(uint32, o[r / 2][j][r % 2 * 2] * inverse);
+      const uint32 high = __builtin_bit_cast(uint32, o[r / 2][j][r % 2 * 2 + 1] * inverse);
+      if (kHeadDimV % 2 == 0) {
+        if (column < kHeadDimV) store_global_8(o_gmem + 8 * j, low, high);
+      } else {
+        if (column < kHeadDimV) store_global_4(o_gmem + 8 * j, low);
+        if (column + 1 < kHeadDimV) store_global_4(o_gmem + 8 * j + 1, high);
+      }
     }
   }
 }
@@ -43,33 +63,18 @@ __device__ __forceinline__ void stage_output(const OnlineSoftmax& softmax, const
   }
 }
 
-/// Writes O and the LSE. O goes through shared memory (over Q, K and V), so that the stores to
-/// global memory are wide and in order. Everything about the CTA's place is computed again: see
-/// thread_index().
-__device__ __forceinline__ void store_result(const Params& params, OnlineSoftmax& softmax,
-                                             const OutputTile& o, uint32 stage_smem) {
-  const int thread = thread_index();
-  const int lane = thread % 32;
-  const int warp_row = thread / 32 * 16 * kMmaM;
-  softmax.finish();
-  // Closes the hazard that a slow warp still reads the Q, K or V that the stage overwrites.
-  barrier_cta();
-  stage_output(softmax, o, stage_smem, warp_row, lane);
-  const Block block = locate_block(params);
-  store_lse(params, block, softmax, warp_row, lane);
-  // The stage is complete: its rows are read by other threads than wrote them.
-  barrier_cta();
-
+/// Writes the staged rows of O, in stores as wide as o allows.
+__device__ __forceinline__ void store_stage(const Params& params, const Block& block,
+                                            uint32 stage_smem, int thread) {
   const ThreadCopy<OutputStage, kBlockM, kHeadDimV> copy(thread);
-  const Strides& strides = params.o_strides;
-  Element* o_gmem = params.o + block.batch * strides.batch + block.head * strides.head +
-                    (block.m_begin + copy.row) * strides.row + copy.chunk * kChunkElements;
-  const int rows = params.seqlen_q - block.m_begin;
 #pragma unroll
   for (int pass = 0; pass < copy.kPasses; ++pass) {
     const int row = copy.row + pass * copy.kRowStep;
-    if (copy.kRagged && row >= kBlockM) break;
-    if (!kEvenM && row >= rows) break;
+    if (copy.kPartialPass && row >= kBlockM) break;
+    const OutputRow place(params, block, row);
+    if (!place.inside(block)) break;
+    Element* o_gmem =
+        reinterpret_cast<Element*>(place.o_gmem(params, block)) + copy.chunk * kChunkElements;
 #pragma unroll
     for (int slab = 0; slab < OutputStage::kSlabs; ++slab) {
       const bool whole = (slab + 1) * OutputStage::kSlabColumns <= kHeadDimV;
@@ -79,6 +84,43 @@ __device__ __forceinline__ void store_result(const Params& params, OnlineSoftmax
       load_shared_16(value, stage_smem + copy.tile_offset(slab, pass));
       store_chunk(o_gmem + slab * OutputStage::kSlabColumns, value, bytes);
     }
-    o_gmem += copy.kRowStep * strides.row;
   }
+}
+
+/// Writes O and the LSE. O goes through shared memory (over Q, K and V), so that the stores to
+/// global memory are wide and in order; partial results go straight. Everything about the CTA's
+/// place is computed again: see thread_index().
+__device__ __forceinline__ void store_result(const Params& params, OnlineSoftmax& softmax,
+                                             const OutputTile& o, uint32 stage_smem) {
+  const int thread = thread_index();
+  const int lane = thread % 32;
+  const int warp_row = thread / 32 * 16 * kMmaM;
+  softmax.finish();
+  if constexpr (!kSplit && !kRagged) {
+    // Closes the hazard that a slow warp still reads the Q, K or V that the stage overwrites.
+    barrier_cta();
+    stage_output(softmax, o, stage_smem, warp_row, lane);
+  }
+  const Block block = locate_block(params);
+  if constexpr (kRagged) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const OutputRow place(params, block, warp_row + 8 * r + lane / 4);
+      if (!place.counts) softmax.row_sum[r] = 0.f;
+    }
+    if constexpr (!kSplit) {
+      // As above.
+      barrier_cta();
+      stage_output(softmax, o, stage_smem, warp_row, lane);
+    }
+  }
+  store_lse_rows(params, block, softmax, warp_row, lane);
+  if constexpr (kSplit) {
+    store_partial(params, block, softmax, o, warp_row, lane);
+  } else {
+    // The stage is complete: its rows are read by other threads than wrote them.
+    barrier_cta();
+    store_stage(params, block, stage_smem, thread);
+  }
+  if constexpr (kRagged) clear_rest(params, block, thread);
 }

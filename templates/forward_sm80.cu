@@ -4,22 +4,85 @@
 //
 // Q is loaded once. K and V flow through shared memory tile by tile from right to left, so that the
 // tiles which masks cut come first. S, P and O live in registers; warps split the query rows and
-// never exchange anything but barriers. The algorithm is FlashAttention-2's (Dao, 2023).
+// never exchange anything but barriers. The algorithm is FlashAttention-2's (Dao, 2023). For a few
+// rows (decoding) the warps split the keys instead, and add their results up at the end.
 #include "block.cuh"
-#include "epilogue.cuh"
 #include "mask.cuh"
+#include "rotary.cuh"
 #include "score.cuh"
+//% if key_warps == 1
+#include "epilogue.cuh"
 #include "sm80/pipeline.cuh"
+//% else
+#include "epilogue_keys.cuh"
+#include "sm80/ring.cuh"
+//% endif
+
+/// Row `row` of the CTA's query tile in global memory.
+__device__ __forceinline__ const Element* query_row(const Params& params, const Block& block,
+                                                    int row) {
+  const Strides& strides = params.q_strides;
+  const int position = row_position(params, block.m_begin + row);
+  const int head = block.head + (kPackGqa ? block.m_begin + row - position * params.group : 0);
+  return params.q + block.batch * strides.batch + head * strides.head +
+         static_cast<int64>(block.q_begin + position) * strides.row;
+}
+
+/// Copies the CTA's query tile rotated. Without a causal mask or a window all queries stand at the
+/// position of the first new key. (FlashAttention's rule.)
+__device__ __forceinline__ void copy_rotated_query(const Params& params, const Block& block,
+                                                   uint32 q_smem, int thread) {
+  const ThreadCopy<QueryTile, kBlockM, kHeadDim> copy(thread);
+  const int* used = params.sequences.seqused_k;
+  const int cached =
+      used != nullptr ? load_int(used, block.batch) : params.seqlen_k - params.seqlen_new;
+#pragma unroll 1
+  for (int pass = 0; pass < copy.kPasses; ++pass) {
+    const int row = copy.row + pass * copy.kRowStep;
+    if (copy.kPartialPass && row >= kBlockM) break;
+    const int position = row_position(params, block.m_begin + row);
+    const bool valid = position < block.seqlen_q;
+    const Element* row_gmem = query_row(params, block, valid ? row : 0);
+    const Rotary rotary(params, cached + (params.rotate_by_row ? position : 0));
+#pragma unroll 1
+    for (int slab = 0; slab < QueryTile::kSlabs; ++slab) {
+      const int first = slab * QueryTile::kSlabColumns + copy.chunk * kChunkElements;
+      uint32 value[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = first + 2 * i;
+        const bool low = valid && column < kHeadDim;
+        const bool high = valid && column + 1 < kHeadDim;
+        value[i] = pack_elements(low ? rotary.rotated(row_gmem, column) : 0.f,
+                                 high ? rotary.rotated(row_gmem, column + 1) : 0.f);
+      }
+      store_shared_16(q_smem + copy.tile_offset(slab, pass), value);
+    }
+  }
+}
 
 /// Starts the copy of the CTA's query tile, as a group of its own.
 __device__ __forceinline__ void copy_query(const Params& params, const Block& block, uint32 q_smem,
                                            int thread) {
-  const Strides& strides = params.q_strides;
-  const ThreadCopy<QueryTile, kBlockM, kHeadDim> copy(thread);
-  const Element* q_gmem = params.q + block.batch * strides.batch + block.head * strides.head +
-                          block.m_begin * strides.row;
-  copy.load_async<!kEvenM>(q_smem, copy.first_chunk(q_gmem, strides.row), strides.row,
-                           params.seqlen_q - block.m_begin);
+  if constexpr (kRotary != RotaryKind::none) {
+    copy_rotated_query(params, block, q_smem, thread);
+  } else {
+    const ThreadCopy<QueryTile, kBlockM, kHeadDim> copy(thread);
+    if constexpr (kPackGqa) {
+#pragma unroll
+      for (int pass = 0; pass < copy.kPasses; ++pass) {
+        const int row = copy.row + pass * copy.kRowStep;
+        if (copy.kPartialPass && row >= kBlockM) break;
+        const bool valid = row_position(params, block.m_begin + row) < block.seqlen_q;
+        const Element* q_gmem = query_row(params, block, row) + copy.chunk * kChunkElements;
+        copy.load_row_async<true>(q_smem, pass, q_gmem, valid);
+      }
+    } else {
+      const int64 stride = params.q_strides.row;
+      copy.load_async<!kEvenM>(q_smem, copy.first_chunk(query_row(params, block, 0), stride),
+                               stride, block.seqlen_q - block.m_begin);
+    }
+  }
   commit_copies();
 }
 
@@ -59,7 +122,7 @@ __device__ __forceinline__ void multiply_query_key(ScoreTile& s, uint32 q_lane_s
 __device__ __forceinline__ void multiply_probability_value(OutputTile& o, OnlineSoftmax& softmax,
                                                            const ScoreTile& s, uint32 v_lane_smem) {
 #pragma unroll
-  for (int k = 0; k < kBlockN / 16; ++k) {
+  for (int k = 0; k < kWarpKeys / 16; ++k) {
     uint32 p[kMmaM][4];
 #pragma unroll
     for (int m = 0; m < kMmaM; ++m) softmax.exponentiate(p[m], s, m, k);
@@ -82,8 +145,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const uint32 q_smem = shared_address(shared_smem);
   const int thread = thread_index();
   const int lane = thread % 32;
-  const int warp_row = thread / 32 * 16 * kMmaM;
+  const int warp = thread / 32;
+  const int warp_row = warp / kKeyWarps * 16 * kMmaM;
   const Block block = locate_block(params);
+  if (kRagged && row_position(params, block.m_begin) >= block.q_slots) return;
 
   // ldmatrix: where this lane's row and 16-byte chunk of a 16x16 tile of Q and V, and of K, lie.
   const uint32 q_lane_smem = opaque(q_smem + QueryTile::offset(0, warp_row + lane % 16, lane / 16));
@@ -95,18 +160,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (block.n_begin < block.n_end) {
     copy_query(params, block, q_smem, thread);
     pipeline.start(block.n_end - 1);
+    if constexpr (kQInRegisters || kKeyWarps > 1) {
+      wait_copies<KeyValuePipeline::kStartGroups>();  // Q's; what is newer may still travel
+      barrier_cta();                                  // every thread's part of Q is there
+    }
     if constexpr (kQInRegisters) {
-      wait_copies<1>();  // Q's group; the newer one, of K and V, may still travel
-      barrier_cta();     // every thread's part of Q is there
 #pragma unroll
       for (int k = 0; k < kMmaK; ++k) load_query(q_fragments[k], q_lane_smem, k);
     }
   }
 
   const int first_row = block.m_begin + warp_row + lane / 4;
-  const int first_column = lane % 4 * 2;
-  const Mask mask(params, block.m_begin, first_row, first_column);
-  const Score score(params, block.batch, block.head, first_row, first_column);
+  const int first_column = warp % kKeyWarps * kWarpKeys + lane % 4 * 2;
+  const Mask mask(params, block, first_row, first_column);
+  const Score score(params, block, first_row, first_column);
   OnlineSoftmax softmax(score.exponent_scale());
   OutputTile o = {};
 

@@ -34,6 +34,9 @@ __device__ __forceinline__ uint32 opaque(uint32 value) {
 /// All threads of the CTA meet; shared memory written before is seen after.
 __device__ __forceinline__ void barrier_cta() { __syncthreads(); }
 
+/// All lanes of the warp meet; shared memory that one wrote before is seen by the others after.
+__device__ __forceinline__ void barrier_warp() { __syncwarp(); }
+
 /// Whether any lane of the warp passes true.
 __device__ __forceinline__ bool any_lane(bool predicate) {
   return __any_sync(0xffffffffu, predicate);
@@ -42,6 +45,11 @@ __device__ __forceinline__ bool any_lane(bool predicate) {
 /// The value of the lane whose number differs in the bits of `mask`.
 __device__ __forceinline__ float shuffle_xor(float value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+/// The value of lane `lane`.
+__device__ __forceinline__ int shuffle_index(int value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
 }
 
 /// 2^x; ex2.approx: 2 ulp, denormals flushed.
@@ -62,6 +70,13 @@ __device__ __forceinline__ float log2_approx(float x) {
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// The value of an fp16.
+__device__ __forceinline__ float fp16_to_float(uint16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
   return y;
 }
 
@@ -204,6 +219,12 @@ __device__ __forceinline__ void store_shared_16(uint32 address_smem, const uint3
                : "memory");
 }
 
+/// 8 bytes to shared memory.
+__device__ __forceinline__ void store_shared_8(uint32 address_smem, uint32 low, uint32 high) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address_smem), "r"(low), "r"(high)
+               : "memory");
+}
+
 /// 4 bytes to shared memory.
 __device__ __forceinline__ void store_shared_4(uint32 address_smem, uint32 value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address_smem), "r"(value) : "memory");
@@ -215,6 +236,13 @@ __device__ __forceinline__ void load_shared_16(uint32 (&value)[4], uint32 addres
                : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
                : "r"(address_smem)
                : "memory");
+}
+
+/// 4 bytes from shared memory.
+__device__ __forceinline__ uint32 load_shared_4(uint32 address_smem) {
+  uint32 value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address_smem) : "memory");
+  return value;
 }
 
 /// 16 bytes to global memory.

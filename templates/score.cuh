@@ -2,26 +2,33 @@
 // exponential.
 #pragma once
 
-#include "params.cuh"
+#include "block.cuh"
 #include "sm80/mma.cuh"
 
-struct Score {
-  float scale;         // Params::score_scale
-  float softcap_log2;  // Params::softcap_log2
-  float slope_log2;    // ALiBi slope * log2(e)
-  int diagonal;        // key position of this lane's first row, minus this lane's first column
+// Rows of a lane that stand for themselves: packed rows have a position and a head each, others
+// follow from the first.
+constexpr int kOwnRows = kPackGqa ? kRows : 1;
 
-  __device__ __forceinline__ Score(const Params& params, int batch, int head, int first_row,
+struct Score {
+  float scale;                 // Params::score_scale
+  float softcap_log2;          // Params::softcap_log2
+  float slope_log2[kOwnRows];  // ALiBi slope * log2(e)
+  int diagonal[kOwnRows];      // key position of the row, minus this lane's first column
+
+  __device__ __forceinline__ Score(const Params& params, const Block& block, int first_row,
                                    int first_column)
-      : scale(params.score_scale),
-        softcap_log2(params.softcap_log2),
-        slope_log2(0.f),
-        diagonal(first_row + params.seqlen_k - params.seqlen_q - first_column) {
+      : scale(params.score_scale), softcap_log2(params.softcap_log2) {
     if constexpr (kAlibi) {
-      constexpr float kLog2E = 1.4426950408889634f;
-      const float* slope_gmem =
-          params.alibi_slopes + batch * params.alibi_batch_stride + head * params.alibi_head_stride;
-      slope_log2 = kLog2E * __builtin_bit_cast(float, load_global_4(slope_gmem));
+#pragma unroll
+      for (int r = 0; r < kOwnRows; ++r) {
+        const int row = first_row + 8 * r;
+        const int position = row_position(params, row);
+        const int head = block.head + (kPackGqa ? row - position * params.group : 0);
+        const float* slope_gmem = params.alibi_slopes + block.batch * params.alibi_batch_stride +
+                                  head * params.alibi_head_stride;
+        slope_log2[r] = kLog2E * __builtin_bit_cast(float, load_global_4(slope_gmem));
+        diagonal[r] = position + block.seqlen_k - block.seqlen_q - first_column;
+      }
     }
   }
 
@@ -37,8 +44,11 @@ struct Score {
         for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int distance = diagonal - n * kBlockN + 16 * m + 8 * (i / 2) - 8 * j - i % 2;
-            s[m][j][i] = score(s[m][j][i], distance);
+            const int r = 2 * m + i / 2;
+            const int own = kPackGqa ? r : 0;
+            const int row = kPackGqa ? 0 : 8 * r;
+            const int distance = diagonal[own] + row - n * kBlockN - 8 * j - i % 2;
+            s[m][j][i] = score(s[m][j][i], slope_log2[own], distance);
           }
         }
       }
@@ -59,12 +69,12 @@ struct Score {
   }
 
   /// `distance`: the query's position minus the key's.
-  __device__ __forceinline__ float score(float raw, int distance) const {
+  __device__ __forceinline__ float score(float raw, float slope, int distance) const {
     float x = raw * scale;
     if constexpr (kSoftcap) {
       x = softcap_log2 * hyperbolic_tangent(x);
     }
-    if constexpr (kAlibi) x -= slope_log2 * static_cast<float>(abs(distance));
+    if constexpr (kAlibi) x -= slope * static_cast<float>(abs(distance));
     return x;
   }
 };

@@ -72,7 +72,6 @@ struct OnlineSoftmax {
 
   /// Natural logarithm of the row's sum of exponentials; -inf for a row that saw no key.
   __device__ __forceinline__ float lse(int r) const {
-    constexpr float kLn2 = 0.6931471805599453f;
     return row_sum[r] == 0.f ? -kInfinity : (reference[r] + log2_approx(row_sum[r])) * kLn2;
   }
 

@@ -27,7 +27,7 @@ GPU_BACKENDS = params(*GPU)
 
 
 class Backend:
-    """A framework on a device. Arrays are made from fp32 values and read back as fp32."""
+    """A framework on a device. Arrays are made from fp32 values (or int32) and read back as fp32."""
 
     name = "numpy"
     module = "numpy"
@@ -36,7 +36,12 @@ class Backend:
     strides = "any"
 
     def make(self, values: NDArray, dtype: str = "fp16", layout: str = "bshd") -> Any:
-        """An array of `dtype` ("fp16", "bf16", "fp32"); 4-D ones lie inside a buffer of NaN in the named layout."""
+        """An array of `dtype` ("fp16", "bf16", "fp32", "int32").
+
+        4-D ones, but for int32, lie inside a buffer of NaN in the named layout.
+        """
+        if dtype == "int32":
+            return self.upload(np.array(values, np.int32), dtype)
         values = np.asarray(values, np.float32)
         bits = values if dtype == "fp32" else encode(values, dtype)
         if values.ndim == 4 and self.strides != "none":
@@ -96,8 +101,13 @@ class Torch(Backend):
     def upload(self, bits: NDArray, dtype: str) -> Any:
         import torch
 
-        wanted = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-        integers = torch.from_numpy(bits.view(np.int32 if dtype == "fp32" else np.int16))
+        wanted = {
+            "fp16": torch.float16,
+            "bf16": torch.bfloat16,
+            "fp32": torch.float32,
+            "int32": torch.int32,
+        }[dtype]
+        integers = torch.from_numpy(bits.view(np.int32 if bits.itemsize == 4 else np.int16))
         return integers.to(self.device).view(wanted)
 
     def view(self, embedded: Embedded, dtype: str) -> Any:
@@ -231,10 +241,10 @@ class Jax(Backend):
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-    """NumPy's dtype of "fp16", "bf16" (from ml_dtypes) or "fp32"; skips the test where ml_dtypes is missing."""
+    """NumPy's dtype of "fp16", "bf16" (of ml_dtypes), "fp32", "int32"; skips the test where ml_dtypes is missing."""
     if dtype == "bf16":
         return np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
-    return np.dtype({"fp16": np.float16, "fp32": np.float32}[dtype])
+    return np.dtype({"fp16": np.float16, "fp32": np.float32, "int32": np.int32}[dtype])
 
 
 def backend(name: str) -> Backend:

@@ -20,7 +20,8 @@ from backends import EMULATED, Backend
 from backends import backend as make_backend
 
 from rtflash import build, cxx, device, emulate, nvrtc, select
-from rtflash.spec import Spec
+from rtflash.problem import Problem
+from rtflash.spec import AnySpec
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,8 +48,9 @@ def compiled_ahead(request: pytest.FixtureRequest, cache_folder: Path) -> int:
     """Compile the kernels of every collected GPU test that has a `call`, in parallel; their number."""
     gpu = device.get(0)
     specs = {
-        select.forward(params["call"].problem(), gpu)[0]: None
+        spec: None
         for params in params_of_calls(request.session.items, "gpu")
+        for spec in specs_of(params["call"].problem(), gpu)
     }
     arch = nvrtc.target_arch(gpu)
     on_all_cores(lambda spec: build.artifact(spec, arch), list(specs))
@@ -56,14 +58,32 @@ def compiled_ahead(request: pytest.FixtureRequest, cache_folder: Path) -> int:
 
 
 @pytest.fixture(scope="session")
-def emulated_ahead(request: pytest.FixtureRequest, cache_folder: Path) -> int:
-    """Compile for the host the kernels of every collected emulated test that has a `call`; their number."""
-    specs: dict[Spec, None] = {}
-    for params in params_of_calls(request.session.items, "emulated"):
-        gpu = device.for_arch(params.get("arch", emulate.ARCH))
-        specs[select.forward(params["call"].problem(), gpu)[0]] = None
-    on_all_cores(cxx.library, list(specs))
-    return len(specs)
+def emulated_ahead(request: pytest.FixtureRequest, cache_folder: Path) -> Iterator[None]:
+    """Start to compile for the host, on all cores, the kernels of every collected emulated test that has a `call`.
+
+    A test waits for its own alone. Where several processes share the tests (pytest-xdist) nothing is compiled ahead.
+    """
+    specs: dict[AnySpec, None] = {}
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for params in params_of_calls(request.session.items, "emulated"):
+            gpu = device.for_arch(params.get("arch", emulate.ARCH))
+            specs.update(dict.fromkeys(specs_of(params["call"].problem(), gpu)))
+    pool = ThreadPoolExecutor(os.cpu_count())
+    for spec in specs:
+        pool.submit(cxx.library, spec)
+    yield
+    pool.shutdown(cancel_futures=True)
+
+
+def specs_of(problem: Problem, gpu: device.Device) -> list[AnySpec]:
+    """The variants that a call launches."""
+    spec, grid = select.forward(problem, gpu)
+    specs: list[AnySpec] = [spec] if grid.blocks > 0 else []
+    if spec.split and grid.blocks > 0:
+        specs.append(select.combine(select.splits_combine(problem, grid.splits), True)[0])
+    if problem.seqlen_new and problem.batch:
+        specs.append(select.append(problem)[0])
+    return specs
 
 
 def params_of_calls(items: list[pytest.Item], marker: str) -> list[dict[str, Any]]:
@@ -73,7 +93,7 @@ def params_of_calls(items: list[pytest.Item], marker: str) -> list[dict[str, Any
     return [params for params in parameters if "call" in params]
 
 
-def on_all_cores(compile_one: Callable[[Spec], object], specs: list[Spec]) -> None:
+def on_all_cores(compile_one: Callable[[AnySpec], object], specs: list[AnySpec]) -> None:
     """Compile the variants into the cache folder (compilers run outside Python's lock)."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in pool.map(compile_one, specs):

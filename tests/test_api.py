@@ -30,21 +30,53 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "tensors"),
-    [
-        ("flash_attn_func", ["q", "k", "v"]),
-        ("flash_attn_qkvpacked_func", ["qkv"]),
-        ("flash_attn_kvpacked_func", ["q", "kv"]),
-    ],
-)
-def test_signatures_are_those_of_flash_attention_2(name: str, tensors: list[str]) -> None:
+VARLEN = {"cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None, "max_seqlen_k": None}
+CACHE = {
+    "k": None,
+    "v": None,
+    "rotary_cos": None,
+    "rotary_sin": None,
+    "cache_seqlens": None,
+    "cache_batch_idx": None,
+    "cache_leftpad": None,
+    "block_table": None,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "rotary_interleaved": True,
+    "alibi_slopes": None,
+    "num_splits": 0,
+    "return_softmax_lse": False,
+}
+SPLITS = {"num_splits": 0}
+USED = {"seqused_q": None, "seqused_k": None, "num_splits": 0}
+
+# By name: what must be given, FlashAttention's options with their defaults, and the keywords that are ours.
+SIGNATURES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
+    "flash_attn_func": (["q", "k", "v"], OPTIONS, SPLITS),
+    "flash_attn_qkvpacked_func": (["qkv"], OPTIONS, SPLITS),
+    "flash_attn_kvpacked_func": (["q", "kv"], OPTIONS, SPLITS),
+    "flash_attn_varlen_func": (["q", "k", "v", *VARLEN], {**OPTIONS, "block_table": None}, USED),
+    "flash_attn_varlen_qkvpacked_func": (["qkv", "cu_seqlens", "max_seqlen"], OPTIONS, USED),
+    "flash_attn_varlen_kvpacked_func": (["q", "kv", *VARLEN], OPTIONS, USED),
+    "flash_attn_with_kvcache": (["q", "k_cache", "v_cache"], CACHE, {"page_table": None}),
+    "merge_attention_states": (["out_a", "lse_a", "out_b", "lse_b"], {}, {}),
+    "flash_attn_combine": (["out_partial", "lse_partial"], {"out": None, "out_dtype": None}, {}),
+}
+
+
+@pytest.mark.parametrize("name", list(SIGNATURES))
+def test_signatures_are_those_of_flash_attention(name: str) -> None:
+    """FlashAttention-2's, for the last one FlashAttention-3's; what is ours is keyword-only and at the end."""
+    required, options, ours = SIGNATURES[name]
     parameters = inspect.signature(getattr(rtflash, name)).parameters
-    assert list(parameters) == [*tensors, *OPTIONS]
-    assert {key: parameters[key].default for key in OPTIONS} == OPTIONS
-    assert all(
-        parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters.values()
-    )
+    assert list(parameters) == [*required, *options, *ours]
+    defaults = {key: p.default for key, p in parameters.items() if p.default is not p.empty}
+    assert defaults == {**options, **ours}
+    kinds = [parameter.kind for parameter in parameters.values()]
+    plain, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    assert kinds == [plain] * (len(required) + len(options)) + [keyword] * len(ours)
 
 
 def test_import_is_light() -> None:
@@ -337,7 +369,295 @@ def test_a_window_is_a_pair(window: Any) -> None:
         rtflash.flash_attn_func(q, q, q, window_size=window)
 
 
-def test_functions_that_are_not_there_yet_say_so() -> None:
-    with pytest.raises(AttributeError, match="flash_attn_varlen_func is not there yet"):
-        rtflash.flash_attn_varlen_func  # noqa: B018
-    assert not hasattr(rtflash, "flash_attn")
+def test_names_that_do_not_exist_say_what_does() -> None:
+    with pytest.raises(AttributeError, match="flash_attn_with_kvcache"):
+        rtflash.flash_attn  # noqa: B018
+    assert all(hasattr(rtflash, name) for name in rtflash.__all__)
+
+
+PACKED_REFUSALS: dict[str, tuple[type[Exception], str, Any]] = {
+    "qkv in fp32": (
+        TypeError,
+        r"^qkv is fp32; qkv must be fp16 or bf16 \(cast it first\)$",
+        lambda b: rtflash.flash_attn_qkvpacked_func(ones(b, 2, 4, 3, 2, 8, dtype="fp32")),
+    ),
+    "qkv's head_dim": (
+        ValueError,
+        r"^qkv has head_dim 300; ",
+        lambda b: rtflash.flash_attn_qkvpacked_func(ones(b, 2, 4, 3, 2, 300)),
+    ),
+    "kv's batch": (
+        ValueError,
+        r"^kv has shape \(3, 5, 2, 2, 8\); with q \(2, 4, 2, 8\) it must be \(2, seqlen_k, 2, heads_k, 8\)$",
+        lambda b: rtflash.flash_attn_kvpacked_func(ones(b, 2, 4, 2, 8), ones(b, 3, 5, 2, 2, 8)),
+    ),
+    "kv's heads": (
+        ValueError,
+        r"^q has 3 heads and kv has 2; q's must be a multiple of kv's$",
+        lambda b: rtflash.flash_attn_kvpacked_func(ones(b, 2, 4, 3, 8), ones(b, 2, 5, 2, 2, 8)),
+    ),
+    "kv's dtype": (
+        TypeError,
+        r"^q is fp16, kv is bf16; they must have one dtype$",
+        lambda b: rtflash.flash_attn_kvpacked_func(
+            ones(b, 2, 4, 2, 8), ones(b, 2, 5, 2, 2, 8, dtype="bf16")
+        ),
+    ),
+    "no kv": (
+        TypeError,
+        r"^kv is a NoneType",
+        lambda b: rtflash.flash_attn_kvpacked_func(ones(b, 2, 4, 2, 8), None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(PACKED_REFUSALS))
+@on_all
+def test_errors_name_what_the_caller_passed(backend: Backend, name: str) -> None:
+    error, message, call = PACKED_REFUSALS[name]
+    with pytest.raises(error, match=message):
+        call(backend)
+
+
+def integers(backend: Backend, values: Any) -> Any:
+    return backend.make(values, "int32")
+
+
+def normal(seed: int, *shape: int) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+QUERIES, KEYS = (3, 0, 1, 9), (5, 4, 0, 17)
+
+
+def offsets(lengths: tuple[int, ...]) -> Any:
+    return np.cumsum((0, *lengths))
+
+
+def sequences(backend: Backend, heads: int = 4, heads_k: int = 2) -> tuple[Any, Any, Any]:
+    """Values of packed q, k and v with QUERIES and KEYS, and two rows that belong to no sequence."""
+    return (
+        normal(1, sum(QUERIES) + 2, heads, 32),
+        normal(2, sum(KEYS) + 2, heads_k, 32),
+        normal(3, sum(KEYS) + 2, heads_k, 32),
+    )
+
+
+@on_all
+def test_varlen_is_dense_for_each_sequence(backend: Backend) -> None:
+    q, k, v = sequences(backend)
+    out, lse, dmask = rtflash.flash_attn_varlen_func(
+        *map(backend.make, (q, k, v)),
+        integers(backend, offsets(QUERIES)),
+        integers(backend, offsets(KEYS)),
+        max(QUERIES),
+        max(KEYS),
+        causal=True,
+        return_attn_probs=True,
+    )
+    assert dmask is None
+    assert tuple(out.shape) == q.shape
+    assert tuple(lse.shape) == (4, len(q))
+    out, lse = backend.to_numpy(out), backend.to_numpy(lse)
+    rows, keys = offsets(QUERIES), offsets(KEYS)
+    for b in range(len(QUERIES)):
+        one = slice(rows[b], rows[b + 1])
+        seen = slice(keys[b], keys[b + 1])
+        wanted, wanted_lse, _ = rtflash.flash_attn_func(
+            *(backend.make(x[None]) for x in (q[one], k[seen], v[seen])),
+            causal=True,
+            return_attn_probs=True,
+        )
+        np.testing.assert_allclose(out[one], backend.to_numpy(wanted)[0], atol=2e-3)
+        np.testing.assert_allclose(lse[:, one], backend.to_numpy(wanted_lse)[0], atol=1e-3)
+    assert not out[rows[-1] :].any()
+    assert np.isneginf(lse[:, rows[-1] :]).all()
+
+
+@on_all
+def test_packed_varlen_is_varlen(backend: Backend) -> None:
+    q, k, v = sequences(backend, 2)
+    given = integers(backend, offsets(QUERIES)), integers(backend, offsets(KEYS)), 9, 17
+    wanted = rtflash.flash_attn_varlen_func(*map(backend.make, (q, k, v)), *given)
+    kv = backend.make(np.stack([k, v], 1))
+    out = rtflash.flash_attn_varlen_kvpacked_func(backend.make(q), kv, *given)
+    np.testing.assert_array_equal(backend.to_numpy(out), backend.to_numpy(wanted))
+    keys = integers(backend, offsets(KEYS))
+    wanted = rtflash.flash_attn_varlen_func(*map(backend.make, (k, k, v)), keys, keys, 17, 17)
+    qkv = backend.make(np.stack([k, k, v], 1))
+    out = rtflash.flash_attn_varlen_qkvpacked_func(qkv, keys, 17)
+    np.testing.assert_array_equal(backend.to_numpy(out), backend.to_numpy(wanted))
+
+
+@on_all
+def test_seqused_shortens_sequences(backend: Backend) -> None:
+    q, k, v = sequences(backend)
+    used_q, used_k = (2, 0, 1, 5), (5, 1, 0, 8)
+    out, lse, _ = rtflash.flash_attn_varlen_func(
+        *map(backend.make, (q, k, v)),
+        integers(backend, offsets(QUERIES)),
+        integers(backend, offsets(KEYS)),
+        9,
+        17,
+        seqused_q=integers(backend, used_q),
+        seqused_k=integers(backend, used_k),
+        return_attn_probs=True,
+    )
+    out, lse = backend.to_numpy(out), backend.to_numpy(lse)
+    last, first = offsets(QUERIES)[3], offsets(KEYS)[3]
+    wanted = rtflash.flash_attn_func(
+        *(
+            backend.make(x[None])
+            for x in (q[last : last + 5], k[first : first + 8], v[first : first + 8])
+        )
+    )
+    np.testing.assert_allclose(out[last : last + 5], backend.to_numpy(wanted)[0], atol=2e-3)
+    assert not out[last + 5 :].any()
+    assert np.isneginf(lse[:, last + 5 :]).all()
+
+
+@on_all
+def test_pages_hold_what_a_cache_holds(backend: Backend) -> None:
+    """The same keys in a cache, in pages of 4 under each of the table's names, and packed with a table."""
+    lengths = (6, 0, 9)
+    cache_k, cache_v = normal(1, 3, 12, 2, 32), normal(2, 3, 12, 2, 32)
+    q = backend.make(normal(3, 3, 1, 4, 32))
+    used = integers(backend, lengths)
+    wanted, wanted_lse = rtflash.flash_attn_with_kvcache(
+        q, backend.make(cache_k), backend.make(cache_v), cache_seqlens=used, return_softmax_lse=True
+    )
+    order = np.random.default_rng(0).permutation(9)
+    table = integers(backend, np.argsort(order).reshape(3, 3))
+    pages = [backend.make(x.reshape(9, 4, 2, 32)[order]) for x in (cache_k, cache_v)]
+    for name in ("block_table", "page_table"):
+        out, lse = rtflash.flash_attn_with_kvcache(
+            q, *pages, cache_seqlens=used, return_softmax_lse=True, **{name: table}
+        )
+        np.testing.assert_array_equal(backend.to_numpy(out), backend.to_numpy(wanted))
+        np.testing.assert_array_equal(backend.to_numpy(lse), backend.to_numpy(wanted_lse))
+    packed = backend.make(backend.to_numpy(q)[:, 0])
+    starts = integers(backend, [0, 1, 2, 3])
+    for keys, seqused in ((integers(backend, offsets(lengths)), None), (None, used)):
+        out = rtflash.flash_attn_varlen_func(
+            packed, *pages, starts, keys, 1, 12, block_table=table, seqused_k=seqused
+        )
+        np.testing.assert_array_equal(backend.to_numpy(out), backend.to_numpy(wanted)[:, 0])
+
+
+WRITABLE = params("numpy", "torch-cpu", "emulated", "torch-cuda", "cupy")
+
+
+@pytest.mark.parametrize("as_int", [False, True], ids=["tensor", "int"])
+@pytest.mark.parametrize("backend", WRITABLE, indirect=True)
+def test_new_keys_are_appended_in_place(backend: Backend, as_int: bool) -> None:
+    cache_k, cache_v = normal(1, 2, 12, 2, 32), normal(2, 2, 12, 2, 32)
+    k, v = normal(3, 2, 3, 2, 32), normal(4, 2, 3, 2, 32)
+    q = backend.make(normal(5, 2, 3, 4, 32))
+    caches = [backend.make(x) for x in (cache_k, cache_v)]
+    length = 5 if as_int else integers(backend, [5, 5])
+    out = rtflash.flash_attn_with_kvcache(
+        q, *caches, backend.make(k), backend.make(v), cache_seqlens=length, causal=True
+    )
+    cache_k[:, 5:8], cache_v[:, 5:8] = k, v
+    for cache, values in zip(caches, (cache_k, cache_v), strict=True):
+        np.testing.assert_array_equal(
+            backend.to_numpy(cache), backend.to_numpy(backend.make(values))
+        )
+    wanted = rtflash.flash_attn_func(
+        q, backend.make(cache_k[:, :8]), backend.make(cache_v[:, :8]), causal=True
+    )
+    np.testing.assert_allclose(backend.to_numpy(out), backend.to_numpy(wanted), atol=2e-3)
+
+
+@pytest.mark.parametrize("backend", params("jax-cpu", "jax-cuda"), indirect=True)
+def test_jax_caches_are_not_written(backend: Backend) -> None:
+    q = ones(backend, 2, 1, 2, 8)
+    cache = ones(backend, 2, 4, 2, 8)
+    with pytest.raises(TypeError, match="k_cache is a JAX array"):
+        rtflash.flash_attn_with_kvcache(q, cache, cache, q, q, cache_seqlens=1)
+    out = rtflash.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=1)
+    np.testing.assert_array_equal(backend.to_numpy(out), np.ones((2, 1, 2, 8)))
+    with pytest.raises(TypeError, match="out is a JAX array"):
+        rtflash.flash_attn_combine(q[None], ones(backend, 1, 2, 1, 2, dtype="fp32"), q)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@on_all
+def test_merged_halves_are_the_whole(backend: Backend, packed: bool, dtype: str) -> None:
+    q, k, v = (backend.make(normal(seed, 2, 9, 2, 32), dtype) for seed in (1, 2, 3))
+    whole, whole_lse, _ = rtflash.flash_attn_func(q, k, v, return_attn_probs=True)
+    halves = [
+        rtflash.flash_attn_func(q, k[:, keys], v[:, keys], return_attn_probs=True)[:2]
+        for keys in (slice(0, 3), slice(3, 9))
+    ]
+    if packed:
+        halves = [(out[0], lse[0]) for out, lse in halves]
+        whole, whole_lse = whole[0], whole_lse[0]
+    out, lse = rtflash.merge_attention_states(*halves[0], *halves[1])
+    assert backend.owns(out, q)
+    assert backend.owns(lse, q)
+    assert backend.dtype_name(out) == backend.dtype_name(q)
+    assert tuple(lse.shape) == tuple(whole_lse.shape)
+    atol = 2e-3 if dtype == "fp16" else 2e-2
+    np.testing.assert_allclose(backend.to_numpy(out), backend.to_numpy(whole), atol=atol)
+    np.testing.assert_allclose(backend.to_numpy(lse), backend.to_numpy(whole_lse), atol=1e-5)
+
+
+@on_all
+def test_merging_with_nothing_changes_nothing(backend: Backend) -> None:
+    """NaN in the part that saw no key does not count; a row that saw none in either is 0, its LSE -inf."""
+    out = backend.make(normal(1, 1, 2, 1, 8), "fp32")
+    lse = backend.make(np.array([[[0.5, -np.inf]]]), "fp32")
+    nothing = backend.make(np.full((1, 2, 1, 8), np.nan), "fp32")
+    never = backend.make(np.full((1, 1, 2), -np.inf), "fp32")
+    merged, merged_lse = rtflash.merge_attention_states(out, lse, nothing, never)
+    wanted = backend.to_numpy(out).copy()
+    wanted[:, 1] = 0
+    np.testing.assert_allclose(backend.to_numpy(merged), wanted, rtol=1e-6)
+    np.testing.assert_allclose(backend.to_numpy(merged_lse), backend.to_numpy(lse), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4, 2, 8), (3, 4, 2, 8)], ids=str)
+@on_all
+def test_combine(backend: Backend, shape: tuple[int, ...]) -> None:
+    parts, lses = normal(1, *shape), normal(2, *shape[:-1])
+    given = backend.make(parts.copy(), "fp32"), backend.make(lses, "fp32")
+    weights = np.exp(lses - np.log(np.exp(lses).sum(0)))
+    wanted = (parts * weights[..., None]).sum(0)
+    out, lse = rtflash.flash_attn_combine(*given)
+    assert backend.dtype_name(out) == "float32"
+    np.testing.assert_allclose(backend.to_numpy(out), wanted, atol=1e-5)
+    np.testing.assert_allclose(backend.to_numpy(lse), np.log(np.exp(lses).sum(0)), atol=1e-5)
+    like = ones(backend, 1, dtype="bf16")
+    for dtype in ("bf16", like.dtype):
+        out, _ = rtflash.flash_attn_combine(*given, out_dtype=dtype)
+        assert backend.dtype_name(out) == "bfloat16"
+        np.testing.assert_allclose(backend.to_numpy(out), wanted, atol=0.03)
+
+
+@pytest.mark.parametrize("backend", WRITABLE, indirect=True)
+def test_combine_into_a_given_tensor(backend: Backend) -> None:
+    parts, lses = normal(1, 3, 2, 4, 2, 8), normal(2, 3, 2, 4, 2)
+    given = backend.make(parts, "fp32"), backend.make(lses, "fp32")
+    target = backend.upload(np.zeros((2, 4, 2, 8), np.uint16), "fp16")
+    out, _ = rtflash.flash_attn_combine(*given, out=target)
+    assert out is target
+    wanted = backend.to_numpy(rtflash.flash_attn_combine(*given, out_dtype="fp16")[0])
+    np.testing.assert_array_equal(backend.to_numpy(target), wanted)
+    with pytest.raises(ValueError, match="out is fp16; with out_dtype it must be bf16"):
+        rtflash.flash_attn_combine(*given, out=target, out_dtype="bf16")
+    with pytest.raises(TypeError, match="out_dtype is 'int8'"):
+        rtflash.flash_attn_combine(*given, out_dtype="int8")
+
+
+@on_all
+def test_num_splits_is_checked(backend: Backend) -> None:
+    q, k, v = plain(backend)
+    for splits in (-1, 257):
+        with pytest.raises(ValueError, match=f"num_splits is {splits}; it must be in 0..256"):
+            rtflash.flash_attn_func(q, k, v, num_splits=splits)
+    with pytest.raises(TypeError, match="num_splits is a float"):
+        rtflash.flash_attn_with_kvcache(q, k, v, num_splits=2.0)
+    with pytest.raises(TypeError, match="num_splits is a bool"):
+        rtflash.flash_attn_with_kvcache(q, k, v, num_splits=True)

@@ -175,7 +175,7 @@ def test_cache_folder_holds_the_variant(folder):
     assert (made.folder / "kernel.cu").read_text() == made.source == render.source(SMALL)
     assert (made.folder / "build.log").read_text() == made.log
     record = json.loads((made.folder / "spec.json").read_text())
-    assert Spec.from_dict(record["spec"]) == SMALL
+    assert Spec(**record["spec"]) == SMALL
     assert record["arch"] == "sm_80"
     assert record["resources"]["registers"] == made.resources.registers
     assert build.artifact(SMALL, "sm_80") == made

@@ -1,5 +1,6 @@
 """The command line, on a machine with or without a GPU."""
 
+import importlib.util
 import json
 import os
 import re
@@ -29,6 +30,15 @@ ROWS = [
     {"mode": "fwd", "dtype": "bfloat16", "d": 64, "causal": True, "s": 1024, "b": 16, "h": 32}
     | {"rtflash": 240, "torch-FA2": 240, "cuDNN": 300},
     {"mode": "host us/call", "rtflash": 14.5, "torch-SDPA": 18.0},
+]
+ONE_QUERY = {"dtype": "bfloat16", "d": 128, "causal": False, "s": 8192, "b": 16, "h": 32}
+INFERENCE_ROWS = [
+    {"copy GB/s": 4256},
+    {"mode": "decode", **ONE_QUERY, "rtflash": 1.03, "cuDNN": 1.02},
+    {"mode": "decode us", **ONE_QUERY, "rtflash": 126.1, "cuDNN": 127.2},
+    {"mode": "cache", **ONE_QUERY, "pages of 16": 1.04, "append, rotary": 1.05},
+    {"mode": "varlen", "dtype": "bfloat16", "d": 64, "causal": True, "s": 4081, "b": 64, "h": 32}
+    | {"rtflash": 300, "dense": 297, "torch-FA2": 240},
 ]
 
 
@@ -183,6 +193,47 @@ def test_bench_shows_saved_rows(tmp_path, suffix):
     assert image.stat().st_size > 1000
 
 
+@pytest.mark.parametrize("rows", [INFERENCE_ROWS, [*ROWS, *INFERENCE_ROWS]], ids=["some", "all"])
+def test_bench_shows_saved_rows_of_inference(tmp_path, rows):
+    pytest.importorskip("matplotlib")
+    saved, image = tmp_path / "rows.json", tmp_path / "plot.png"
+    chart.save(rows, saved)
+    result = run("bench", "--from", saved, "--plot", image)
+    assert result.exit_code == 0, result.output
+    for text in ("pages of 16", "126.1", "1.03", "median 1.25", "least 1.25"):
+        assert text in result.output
+    assert image.stat().st_size > 1000
+    assert len(chart.panels(rows)) == 2 + (2 if len(rows) > len(INFERENCE_ROWS) else 0)
+
+
+def test_bench_plots_no_mode_that_is_not_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "why_not", lambda: "There is no GPU.")
+    image = tmp_path / "plot.png"
+    assert "--plot" in run("bench", "--mode", "host", "--plot", image).output
+    if importlib.util.find_spec("matplotlib"):
+        result = run("bench", "--mode", "decode", "--plot", image)
+        assert "There is no GPU." in result.output
+
+
+@pytest.mark.gpu
+def test_bench_of_inference_on_the_gpu(monkeypatch, tmp_path):
+    pytest.importorskip("torch")
+    if bench.why_not():
+        pytest.skip(bench.why_not())
+    inference = import_tool("bench_inference")
+    monkeypatch.setattr(inference, "DECODE_SHAPES", ((1, 1024), (4, 2048)))
+    monkeypatch.setattr(inference, "CACHE_SHAPES", ((4, 2048),))
+    monkeypatch.setattr(inference, "SEQUENCES", 4)
+    file = tmp_path / "rows.json"
+    result = run("bench", "--mode", "decode,varlen", "--peer", "rtflash,fa2", "--json", file)
+    assert result.exit_code == 0, result.output
+    rows = [row for row in json.loads(file.read_text()) if "b" in row]
+    assert [row["mode"] for row in rows] == [
+        "decode", "decode us", "decode", "decode us", "cache", *["varlen"] * 4,
+    ]  # fmt: skip
+    assert all(row.get("rtflash", row.get("pages of 16")) > 0 for row in rows)
+
+
 def test_bench_refuses_nonsense(tmp_path):
     assert run("bench", "--peer", "nobody").exit_code == 2
     assert run("bench", "--seqlen", "many").exit_code == 2
@@ -220,6 +271,7 @@ def test_bench_refuses_what_it_cannot_measure(monkeypatch, tmp_path):
         [{"mode": ["fwd"], "rtflash": 1}],
         [{"mode": "host us/call", "rtflash": "fast"}],
         [{"mode": "fwd", "rtflash": 300}],
+        [{"mode": "decode", "rtflash": 1.0}],
     ],
     ids=str,
 )

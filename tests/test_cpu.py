@@ -18,7 +18,7 @@ from layouts import encode
 from numpy.typing import NDArray
 from reference import attention, rounded, same_dtype, to_float64
 
-from rtflash import cpu, problem
+from rtflash import cpu, cpu_dense, problem
 from rtflash.tensor import View
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -46,7 +46,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def set_tiles(patch: pytest.MonkeyPatch, rows: int, keys: int, chunk: int) -> None:
     for name, value in (("TILE_M", rows), ("TILE_N", keys), ("CHUNK_ELEMENTS", chunk)):
-        patch.setattr(cpu, name, value)
+        patch.setattr(cpu_dense, name, value)
 
 
 def array(values: Array, dtype: str) -> Array:
@@ -189,7 +189,7 @@ def test_negative_scale_of_a_large_score() -> None:
 @pytest.mark.parametrize("tile", [8, 256])
 def test_all_scores_far_below_zero(left: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case B05: every score is -200; a tile that a row does not see must not make its maximum 0."""
-    monkeypatch.setattr(cpu, "TILE_N", tile)
+    monkeypatch.setattr(cpu_dense, "TILE_N", tile)
     q = array(np.full((1, 88, 14, 64), 5.0), "bf16")
     k = array(np.full((1, 448, 2, 64), -5.0), "bf16")
     v = array(np.ones((1, 448, 2, 64)), "bf16")
@@ -405,8 +405,10 @@ def test_hidden_tiles_are_skipped(mask: str, tiles: int, monkeypatch: pytest.Mon
     """A tile of 32 x 32 that no row sees is never scored: 8 x 8 tiles, half of them and a band."""
     set_tiles(monkeypatch, 32, 32, 2**20)
     scored = []
-    tile_scores = cpu.tile_scores
-    monkeypatch.setattr(cpu, "tile_scores", lambda *args: scored.append(1) or tile_scores(*args))
+    tile_scores = cpu_dense.tile_scores
+    monkeypatch.setattr(
+        cpu_dense, "tile_scores", lambda *args: scored.append(1) or tile_scores(*args)
+    )
     run(*inputs(1, 256, 256, 1, 1), **MASKS[mask])
     assert len(scored) <= tiles
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import struct
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from rtflash import build
+from rtflash import ahead, build, device
 from rtflash.__main__ import import_tool
 from rtflash.nvrtc import Resources
 from rtflash.spec import Spec
@@ -81,6 +82,74 @@ def test_table_is_listed_for_each_architecture():
     assert all(variant.spec.isa == 75 for variant in chosen if variant.arch == "sm_75")
 
 
+INFERENCE = [
+    {"varlen": True},
+    {"decode": True},
+    {"varlen": True, "decode": True, "paged": True},
+    {"decode": True, "append": True, "rotary": "halves"},
+]
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize("options", INFERENCE, ids=lambda options: "_".join(options))
+def test_inference_variants_are_those_of_warmup(monkeypatch, options, mask):
+    """What a wheel of kernels holds is what a serving process would compile at its start."""
+    loaded = set()
+    monkeypatch.setattr(device, "get", lambda index: device.for_arch("sm_90a"))
+    monkeypatch.setattr(
+        build, "kernel", lambda spec, gpu: loaded.add(spec) or SimpleNamespace(spec=spec)
+    )
+    calls = generate.problems(["bf16"], [(64, 64)], [mask], PLAIN, generate.LENGTHS["all"])
+    chosen, _ = generate.variants(["sm_90a"], calls, generate.Inference(**options))
+    kvcache = {"kvcache": options["decode"]} if "decode" in options else {}
+    others = {name: value for name, value in options.items() if name != "decode"}
+    features = {"full": {}, "causal": {"causal": True}, "window": {"window": True}}[mask]
+    ahead.warmup(64, "bf16", **features, **kvcache, **others)
+    made = {variant.spec for variant in chosen}
+    if kvcache:
+        assert made == loaded
+    else:  # warmup prepares for few queries, too
+        assert made <= loaded
+        assert {spec for spec in loaded if getattr(spec, "ragged", False)} <= made
+
+
+def test_decoding_needs_splits_and_their_merge():
+    calls = generate.problems(["bf16"], [(128, 128)], ["causal"], PLAIN, [(8192, 8192)])
+    wanted = generate.Inference(decode=True, append=True, rotary="interleaved")
+    specs = [variant.spec for variant in generate.variants(["sm_80"], calls, wanted)[0]]
+    assert {spec.kernel_file for spec in specs} == {"forward_sm80.cu", "combine.cu", "append.cu"}
+    forward = [spec for spec in specs if isinstance(spec, Spec)]
+    assert {(spec.split, spec.key_warps > 1) for spec in forward} == {
+        (False, False), (True, False), (False, True), (True, True),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--paged",), "--paged"),
+        (("--append",), "--append"),
+        (("--decode", "--rotary", "halves"), "--rotary"),
+        (("--decode", "--append", "--rotary", "quarters"), "--rotary"),
+    ],
+)
+def test_inference_options_that_would_do_nothing_are_refused(fake, options, named):
+    fake()
+    result = run("--arch", "sm_80", *options)
+    assert result.exit_code == 2
+    assert named in result.output
+
+
+def test_inference_is_compiled_with_the_dense_calls(fake):
+    fake()
+    options = ("--arch", "sm_80", "--head-dim", "64", "--mask", "full", "--length", "even")
+    assert "variants: 1," in run(*options).output
+    result = run(*options, "--decode", "--append")
+    assert result.exit_code == 0, result.output
+    assert "append__bf16" in result.output
+    assert "combine__fp32_bf16" in result.output
+
+
 def test_features_reach_the_spec():
     both = frozenset({"softcap", "alibi"})
     calls = generate.problems(["fp16"], [(64, 64)], ["full"], [both], [(8192, 8192)])
@@ -129,7 +198,7 @@ def test_files_and_report(fake, tmp_path):
         place = out / row["arch"] / row["name"]
         assert {"kernel.cu", "kernel.cubin", "spec.json"} <= {file.name for file in place.iterdir()}
         record = json.loads((place / "spec.json").read_text())
-        assert Spec.from_dict(record["spec"]).name == row["name"]
+        assert Spec(**record["spec"]).name == row["name"]
         assert row["registers"] == 128
         assert row["faults"] == []
 
@@ -205,7 +274,14 @@ def test_lengths_are_a_list(fake):
 
 
 @pytest.mark.parametrize(
-    "given", [("--dtype", "fp16"), ("--head-dim", "64"), ("--mask", "full"), ("--length", "even")]
+    "given",
+    [
+        ("--dtype", "fp16"),
+        ("--head-dim", "64"),
+        ("--mask", "full"),
+        ("--length", "even"),
+        ("--decode",),
+    ],
 )
 def test_table_goes_with_no_choice_of_calls(fake, given):
     fake()

@@ -40,7 +40,14 @@ def test_quick_start_runs(code):
 
 
 def test_each_framework_has_its_quick_start():
-    assert [framework(code) for code in CODE] == ["torch", "jax", "cupy", "numpy"]
+    assert [framework(code) for code in CODE[:4]] == ["torch", "jax", "cupy", "numpy"]
+
+
+def test_serving_has_its_quick_starts():
+    """Packed sequences, an append to a cache, pages."""
+    assert len(CODE) == 7
+    for code, words in zip(CODE[4:], ("varlen", "cos, sin", "block_table"), strict=True):
+        assert words in code
 
 
 def test_two_install_commands_and_extras_that_exist():
@@ -83,6 +90,5 @@ def test_every_setting_is_there():
 
 def test_public_names_exist():
     rtflash = importlib.import_module("rtflash")
-    for name in set(re.findall(r"`?(?:rtflash\.)?(flash_attn_\w+_func|warmup)\b", TEXT)):
-        if "varlen" not in name:
-            assert hasattr(rtflash, name), name
+    for name in set(re.findall(r"`?(?:rtflash\.)?(flash_attn_\w+|warmup|merge_\w+)\b", TEXT)):
+        assert hasattr(rtflash, name), name

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 from rtflash import build, device, select
 from rtflash.__main__ import import_tool
+from rtflash.problem import Problem
 
-tune = import_tool("tune")
+trial, tune = import_tool("trial"), import_tool("tune")
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90")
@@ -38,14 +39,14 @@ def without_gpu(monkeypatch):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_candidates_are_variants_that_fit(arch, head_dim):
     chip = device.for_arch(arch)
-    tiles = tune.candidates(head_dim, chip)
+    tiles = trial.candidates(head_dim, chip)
     assert 2 <= len(set(tiles)) == len(tiles) <= 120
     assert tiles[0] == select.tile(head_dim, chip)
     for tile in tiles:
         for causal in (False, True):
-            spec = tune.make_spec(tile, head_dim, chip, "fp16", causal, 1024)
+            spec = trial.make_spec(tile, head_dim, chip, "fp16", causal, 1024)
             assert spec.shared_bytes <= chip.shared_bytes_per_block
-            assert tune.residents(spec.shared_bytes, chip) >= spec.blocks_per_sm
+            assert trial.residents(spec.shared_bytes, chip) >= spec.blocks_per_sm
             assert spec.even_m
             assert spec.even_n == (1024 % spec.block_n == 0)
 
@@ -53,21 +54,66 @@ def test_candidates_are_variants_that_fit(arch, head_dim):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_labels_are_read_back(arch):
     for head_dim in (32, 128, 256):
-        for tile in tune.candidates(head_dim, device.for_arch(arch)):
-            assert tune.parse_tile(tune.label(tile)) == tile
+        for tile in trial.candidates(head_dim, device.for_arch(arch)):
+            assert trial.parse_tile(trial.label(tile)) == tile
 
 
 def test_label_is_the_one_in_kernel_names():
-    tile = tune.parse_tile("m128x64_w4s2_qreg_b2")
+    tile = trial.parse_tile("m128x64_w4s2_qreg_b2")
     assert tile == select.Tile(128, 64, 4, 2, q_in_regs=True, blocks_per_sm=2)
-    spec = tune.make_spec(tile, 64, device.for_arch("sm_90"), "bf16", True, 100)
+    spec = trial.make_spec(tile, 64, device.for_arch("sm_90"), "bf16", True, 100)
     assert spec.name == "rtflash_forward_sm80__bf16_d64_m128x64_w4s2_qreg_b2_causal"
+
+
+@pytest.mark.parametrize("head_dim", [20, 64, 128, 256])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_candidates_for_few_rows(arch, head_dim):
+    chip = device.for_arch(arch)
+    tiles = trial.candidates(head_dim, chip, "few")
+    assert 2 <= len(set(tiles)) == len(tiles) <= 150
+    assert tiles[0] == select.tile(head_dim, chip, table=select.FEW)
+    for tile in tiles:
+        assert trial.parse_tile(trial.label(tile)) == tile
+        spec = trial.make_spec(tile, head_dim, chip, "fp16", False, 1)
+        assert spec.key_warps == spec.warps
+        assert spec.shared_bytes <= chip.shared_bytes_per_block
+
+
+def test_label_for_few_rows_is_the_one_in_kernel_names():
+    tile = trial.parse_tile("m16x128_w4ks2_qreg")
+    assert tile == select.Tile(16, 128, 4, 2, q_in_regs=True, key_warps=4)
+    spec = trial.make_spec(tile, 128, device.for_arch("sm_90"), "bf16", False, 1)
+    assert spec.name == "rtflash_forward_sm80__bf16_d128_m16x128_w4ks2_qreg_pack_gqa"
+
+
+def test_a_tile_for_few_rows_is_what_a_decoding_call_gets():
+    """The variants that the sweep compiles are those that its calls launch."""
+    problem = Problem(16, 1, 8192, 32, 8, 128, 128, "bf16", 128**-0.5, -1, -1, 0.0, False, 16)
+    gpu, tile = device.for_arch("sm_90"), trial.parse_tile("m16x64_w4ks3_b2")
+    with import_tool("tune_decode").in_table(tile):
+        for num_splits in (1, 3):
+            wanted = dataclasses.replace(problem, num_splits=num_splits)
+            spec, _ = select.forward(wanted, gpu)
+            made = trial.make_spec(tile, 128, gpu, "bf16", False, 1)
+            assert spec == dataclasses.replace(made, split=num_splits > 1)
+    assert select.forward(problem, gpu)[0].blocks_per_sm == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--seqlen", 1024), ("--shared", 99), ("--mask", "full"), ("--tile", "m128x64_w4s2")],
+)
+def test_few_rows_refuse_what_is_not_theirs(without_gpu, options):
+    result = run("--rows", "few", *options)
+    assert result.exit_code == 2
+    assert options[0] in result.output
+    assert "There is no GPU." not in result.output
 
 
 @pytest.mark.parametrize("text", ["", "m128", "m128x64_w4s2_", "m128x64_w4s2_b", "m128x64_w4s2_b2_qreg"])  # fmt: skip
 def test_other_labels_are_refused(text):
     with pytest.raises(ValueError, match="m128x64_w4s2_qreg_b2"):
-        tune.parse_tile(text)
+        trial.parse_tile(text)
 
 
 def test_residents_of_known_gpus():
@@ -75,28 +121,28 @@ def test_residents_of_known_gpus():
     kilobytes = {"sm_75": {32: 2, 64: 1}, "sm_86": {49: 2, 50: 1, 99: 1}, "sm_90": {113: 2, 114: 1}}
     for arch, counts in kilobytes.items():
         for size, count in counts.items():
-            assert tune.residents(size * 1024, device.for_arch(arch)) == count, (arch, size)
+            assert trial.residents(size * 1024, device.for_arch(arch)) == count, (arch, size)
 
 
 def test_padding_gives_the_smaller_gpu_residents():
     large = device.for_arch("sm_90")
-    assert tune.padded_bytes(64 * 1024, device.for_arch("sm_86"), large) == 114 * 1024
+    assert trial.padded_bytes(64 * 1024, device.for_arch("sm_86"), large) == 114 * 1024
     for arch in ARCHS:
         small = device.for_arch(arch)
         for size in range(16 * 1024, small.shared_bytes_per_block + 1, 4 * 1024):
-            padded = tune.padded_bytes(size, small, large)
+            padded = trial.padded_bytes(size, small, large)
             assert size <= padded <= large.shared_bytes_per_block
-            assert tune.residents(padded, large) == tune.residents(size, small)
+            assert trial.residents(padded, large) == trial.residents(size, small)
 
 
 def test_compilation_drops_what_does_not_fit():
     pytest.importorskip("cupy")
     chip = device.for_arch("sm_75")
     specs = [
-        tune.make_spec(tune.parse_tile(text), 64, chip, "fp16", False, 1)
+        trial.make_spec(trial.parse_tile(text), 64, chip, "fp16", False, 1)
         for text in ("m64x32_w4s1", "m128x512_w4s1")
     ]
-    made = tune.compile_all([*specs, *specs], chip, "sm_80")
+    made = trial.compile_all([*specs, *specs], chip, "sm_80")
     assert list(made) == specs
     assert made[specs[0]].resources.registers > 0
     assert made[specs[1]] == "too much shared memory"
@@ -118,8 +164,16 @@ def test_without_torch_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [("--mask", "window"), ("--dtype", "fp32"), ("--shared", 100), ("--head-dim", 257), ("--tile", "m64")],
-)  # fmt: skip
+    [
+        ("--mask", "window"),
+        ("--dtype", "fp32"),
+        ("--shared", 100),
+        ("--head-dim", 257),
+        ("--tile", "m64"),
+        ("--tile", "m16x64_w4ks2"),
+        ("--rows", "no"),
+    ],
+)
 def test_nonsense_is_refused_by_name(without_gpu, options):
     result = run(*options)
     assert result.exit_code == 2
@@ -140,8 +194,8 @@ def test_kept_measurements_are_of_tiles():
     assert len(kept["rows"]) > 500
     for values in kept["rows"]:
         row = dict(zip(kept["columns"], values, strict=True))
-        tile = tune.parse_tile(row["tile"])
-        spec = tune.make_spec(tile, row["d"], chip, row["dtype"], row["causal"], row["s"])
+        tile = trial.parse_tile(row["tile"])
+        spec = trial.make_spec(tile, row["d"], chip, row["dtype"], row["causal"], row["s"])
         assert spec.shared_bytes <= (row["padded_kb"] or 227) * 1024
         assert row["tflops"] > 0
         assert row["fa2"] > 0
@@ -165,13 +219,27 @@ def test_sweep_on_the_gpu(tmp_path):
 
 
 @pytest.mark.gpu
+def test_sweep_for_few_rows_on_the_gpu(tmp_path):
+    pytest.importorskip("torch")
+    if tune.bench.why_not():
+        pytest.skip(tune.bench.why_not())
+    file = tmp_path / "rows.json"
+    result = run("--rows", "few", "--head-dim", 64, "--tile", "m16x64_w4ks2", "--json", file)
+    assert result.exit_code == 0, result.output
+    _, *rows = json.loads(file.read_text("utf-8"))
+    assert len(rows) == 2 * 2
+    assert all(row["of copy"] > 0 and row["us"] > 0 for row in rows)
+    assert "in the table" in result.output
+
+
+@pytest.mark.gpu
 def test_a_wrong_kernel_is_noticed():
     pytest.importorskip("torch")
     if tune.bench.why_not():
         pytest.skip(tune.bench.why_not())
     gpu = device.get(0)
     full, causal = (
-        tune.make_spec(tune.parse_tile("m64x32_w4s1"), 64, gpu, "fp16", mask, 1)
+        trial.make_spec(trial.parse_tile("m64x32_w4s1"), 64, gpu, "fp16", mask, 1)
         for mask in (False, True)
     )
     kernel = build.kernel(full, gpu)

@@ -15,7 +15,8 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import pytest
 
 from rtflash import build, device, nvrtc, select
 from rtflash.problem import Problem
-from rtflash.spec import Spec
+from rtflash.spec import AnySpec, AppendSpec, CombineSpec, Spec
 
 TABLE = Path(__file__).with_name("variants.json")
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -36,19 +37,23 @@ REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 8
 
 
-def sample(arch: str) -> list[Spec]:
-    """Variants of every tile that an architecture's table ships.
+def sample(arch: str) -> list[AnySpec]:
+    """Variants of every tile that an architecture's tables ship, and of the kernels beside the forward.
 
-    Lengths even and odd, both dtypes, the three masks, the terms that press hardest on registers together, and an odd
-    head_dim, whose rows are loaded 2 bytes at a time.
+    Lengths even and odd, both dtypes, the three masks, the terms that press hardest on registers together, an odd
+    head_dim, whose rows are loaded 2 bytes at a time; packed rows split, ragged, paged and rotated.
     """
     gpu = device.for_arch(arch)
     table = select.table_specs(gpu)
     first, last = table[0].dtype, table[-1].dtype
     wide = arch in WIDE
-    chosen: dict[Spec, None] = {}
+    chosen: dict[AnySpec, None] = {}
     for spec in table:
         kind = spec.mask, spec.softcap, spec.alibi, spec.prescale, spec.even_m, spec.even_n
+        if spec.pack_gqa or spec.ragged:
+            if spec.dtype == last and is_pressing(spec, wide):
+                chosen[spec] = None
+            continue
         if kind == ("causal", False, False, False, True, True) and spec.dtype == last:
             chosen[spec] = None
         if kind == ("full", False, False, False, False, False):
@@ -57,13 +62,27 @@ def sample(arch: str) -> list[Spec]:
             if spec.dtype == last and wide:
                 dim = spec.head_dim - 1
                 odd = dataclasses.replace(CALL, head_dim=dim, head_dim_v=dim, dtype=last, align=2)
-                chosen[select.forward(odd, gpu)[0]] = None
+                chosen[select.variant(odd, gpu, select.TILES)] = None
         if spec.dtype == last and wide:
             if kind == ("window", True, True, True, False, False):
                 chosen[spec] = None
             if kind == ("causal", False, False, True, False, False):
                 chosen[spec] = None
+    chosen[CombineSpec(last)] = chosen[CombineSpec(first, first, 1)] = None
+    chosen[AppendSpec(last, "interleaved")] = chosen[AppendSpec(first, "halves")] = None
     return list(chosen)
+
+
+def is_pressing(spec: Spec, wide: bool) -> bool:
+    """Whether a variant of packed or ragged rows is in the sample."""
+    hardest = (spec.mask, spec.softcap, spec.alibi) == ("window", True, True)
+    if not spec.pack_gqa:
+        return wide and hardest
+    if hardest:
+        return wide and spec.rotary != "none" and not spec.split
+    if (spec.mask, spec.prescale) != ("full", False) or spec.rotary != "none":
+        return False
+    return spec.split if spec.paged else wide and not spec.ragged and not spec.split
 
 
 CALL = Problem(
@@ -101,7 +120,9 @@ def faults(arch: str, made: build.Artifact) -> list[str]:
         "compiler warnings": made.warnings,
         "static shared memory": used.shared_bytes,
         "more shared memory than a CTA has": spec.shared_bytes > gpu.shared_bytes_per_block,
-        "too many registers for its CTAs per SM": rounded * spec.threads * spec.blocks_per_sm
+        "too many registers for its CTAs per SM": rounded
+        * spec.threads
+        * getattr(spec, "blocks_per_sm", 1)
         > REGISTERS_PER_SM,
         "no cubin": made.cubin[:4] != b"\x7fELF",
     }
@@ -109,17 +130,17 @@ def faults(arch: str, made: build.Artifact) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[Callable[[str, Spec], build.Artifact]]:
+def compiled(request: pytest.FixtureRequest) -> Iterator[Callable[[str, AnySpec], build.Artifact]]:
     """The artifact of a variant. Those of all selected tests are compiled ahead, a core each.
 
     Under pytest-xdist the workers share the tests out, so each compiles its own as they come.
     """
     pytest.importorskip("cupy")
     known = nvrtc.supported_archs()
-    futures: dict[tuple[str, Spec], Future[build.Artifact]] = {}
+    futures: dict[tuple[str, AnySpec], Future[build.Artifact]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
 
-        def get(arch: str, spec: Spec) -> build.Artifact:
+        def get(arch: str, spec: AnySpec) -> build.Artifact:
             if target(arch) not in known:
                 pytest.skip(f"NVRTC {nvrtc.version()} does not know {target(arch)}")
             if (arch, spec) not in futures:
@@ -140,7 +161,9 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Callable[[str, Spec], b
     ("arch", "spec"),
     [pytest.param(arch, spec, id=f"{arch}-{spec.name}") for arch, spec in VARIANTS],
 )
-def test_variant(compiled: Callable[[str, Spec], build.Artifact], arch: str, spec: Spec) -> None:
+def test_variant(
+    compiled: Callable[[str, AnySpec], build.Artifact], arch: str, spec: AnySpec
+) -> None:
     made = compiled(arch, spec)
     assert not faults(arch, made)
     table = json.loads(TABLE.read_text(encoding="utf-8"))
@@ -165,7 +188,7 @@ def test_the_table_holds_nothing_else() -> None:
 def test_a_hundred_random_lengths_meet_at_most_four_variants(
     arch: str, mask: tuple[int, int]
 ) -> None:
-    """Whatever the lengths, the batch and the heads, for each head_dim."""
+    """Of a kernel: the tile of few, of some or of many rows; whatever the lengths, the batch and the heads."""
     random = np.random.default_rng(0)
     for head_dim in (1, 40, 64, 96, 128, 160, 192, 256):
         met = set()
@@ -185,10 +208,13 @@ def test_a_hundred_random_lengths_meet_at_most_four_variants(
                 window_right=mask[1],
             )
             met.add(select.forward(call, device.for_arch(arch))[0])
-        assert len(met) <= 4
+        tiles = Counter((spec.block_m, spec.block_n, spec.key_warps, spec.pack_gqa) for spec in met)
+        assert len(tiles) <= 3
+        assert max(tiles.values()) <= 4
+        assert met <= set(select.every_variant(call, device.for_arch(arch)))
 
 
-def compile_all(variants: list[tuple[str, Spec]]) -> dict[str, dict[str, list[int]]]:
+def compile_all(variants: Sequence[tuple[str, AnySpec]]) -> dict[str, dict[str, list[int]]]:
     """Compile, print every fault and the median time; registers and shared bytes by architecture and name."""
     made: dict[str, dict[str, list[int]]] = {arch: {} for arch in ARCHS}
     seconds, bad = [], 0

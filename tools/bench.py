@@ -1,8 +1,7 @@
-"""rtflash beside its peers on one GPU, in one run: forward throughput and host overhead.
+"""rtflash beside its peers on one GPU, in one run: forward, decoding, packed sequences, host overhead.
 
-Rows are flat dicts, one per measured point, with a column per implementation: TFLOP/s for mode
-"fwd", microseconds for "host us/call", milliseconds for "cpu ms/call". Operations are those of the
-two matrix products, half when causal.
+Rows are flat dicts, one per measured point, with a column per implementation; chart.TITLES says what
+the figures of a mode are. Operations are those of the two matrix products, half when causal.
 """
 
 from __future__ import annotations
@@ -23,17 +22,16 @@ import rtflash
 from rtflash import device
 from rtflash.spec import MAX_HEAD_DIM
 
-from . import chart
+from . import bench_inference, chart
 from .chart import SHAPE_KEYS, Row
-from .peers import PEERS, Peer, cpu_peers, make_peers
+from .peers import PEERS, TORCH_DTYPES, Peer, cpu_peers, make_peers
 from .screen import check_file, console, given, items, numbers
+from .timing import ROUNDS, medians, turn
 
-MODES = ("fwd", "host")
-DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+MODES = ("fwd", "decode", "varlen", "host")
 
 # Every forward point has the same tokens and model width, as the FlashAttention papers plot it.
 TOKENS, WIDTH = 16384, 2048
-ROUNDS, TURN_MS = 5, 15.0
 HOST_CALLS = 200
 # At the largest head_dim, a call on the GPU then holds 16 GB, one on the CPU 2 GB.
 LONGEST, LONGEST_CPU = 2**20, 2**16
@@ -51,44 +49,6 @@ def why_not() -> str | None:
     except ImportError:
         return "The GPU benchmark needs torch, for its timers and its attention: pip install torch."
     return None if torch.cuda.is_available() else "This torch is a build without CUDA."
-
-
-def turn(peer: Peer, calls: int) -> list[float]:
-    """Milliseconds of queued calls: each by CUDA events, or their mean by the clock.
-
-    The clock is for peers on a stream that torch's events cannot see.
-    """
-    import torch
-
-    if peer.wait:
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = peer.call()
-        peer.wait(result)
-        return [(time.perf_counter() - start) * 1e3 / calls]
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
-    for begin, end in events:
-        begin.record()
-        peer.call()
-        end.record()
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in events]
-
-
-def medians(peers: Sequence[Peer]) -> dict[str, float]:
-    """Median milliseconds of each peer.
-
-    They take turns of TURN_MS, round after round, so that a clock that falls under the power limit
-    falls for all.
-    """
-    calls = {}
-    for peer in peers:
-        turn(peer, 3)
-        calls[peer.name] = int(min(200, max(4, TURN_MS / max(turn(peer, 2)[-1], 1e-3))))
-    times: dict[str, list[float]] = {peer.name: [] for peer in peers}
-    for _, peer in itertools.product(range(ROUNDS), peers):
-        times[peer.name] += turn(peer, calls[peer.name])
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def machine() -> Iterator[Row]:
@@ -120,16 +80,16 @@ def forward(
     torch.manual_seed(0)
     for dtype, d, causal, s in itertools.product(dtypes, dims, (False, True), seqlens):
         b, h = max(1, TOKENS // s), max(1, WIDTH // d)
-        options = {"device": "cuda", "dtype": getattr(torch, DTYPES[dtype])}
+        options = {"device": "cuda", "dtype": getattr(torch, TORCH_DTYPES[dtype])}
         q, k, v = (torch.randn(b, s, h, d, **options) for _ in range(3))
         times = medians(make_peers(names, q, k, v, causal, skipped))
         flops = 4 * b * h * s * s * d / (2 if causal else 1)
-        shape = dict(zip(SHAPE_KEYS, ("fwd", DTYPES[dtype], d, causal, s, b, h), strict=True))
+        shape = dict(zip(SHAPE_KEYS, ("fwd", TORCH_DTYPES[dtype], d, causal, s, b, h), strict=True))
         yield shape | {name: round(flops / ms / 1e9) for name, ms in times.items()}
 
 
-def host(names: Sequence[str], skipped: dict[str, str]) -> Row:
-    """Microseconds that a small call costs its thread: a median over rounds of HOST_CALLS each.
+def host(names: Sequence[str], skipped: dict[str, str]) -> Iterator[Row]:
+    """A row: microseconds that a small call costs its thread: a median over rounds of HOST_CALLS each.
 
     torch's attention is called plainly, without the context manager that chooses its backend.
     """
@@ -146,7 +106,7 @@ def host(names: Sequence[str], skipped: dict[str, str]) -> Row:
             peer.call()
         times[peer.name].append((time.perf_counter() - start) / HOST_CALLS * 1e6)
         torch.cuda.synchronize()
-    return {"mode": "host us/call"} | {n: round(statistics.median(t), 1) for n, t in times.items()}
+    yield {"mode": "host us/call"} | {n: round(statistics.median(t), 1) for n, t in times.items()}
 
 
 def cpu(dims: Sequence[int], seqlens: Sequence[int], skipped: dict[str, str]) -> Iterator[Row]:
@@ -166,11 +126,11 @@ def cpu(dims: Sequence[int], seqlens: Sequence[int], skipped: dict[str, str]) ->
 
 def command(
     context: typer.Context,
-    mode: Annotated[str, typer.Option(help="fwd, host")] = "fwd,host",
+    mode: Annotated[str, typer.Option(help=", ".join(MODES))] = "fwd,host",
     peer: Annotated[str, typer.Option(help=", ".join(PEERS))] = "rtflash,fa2,cudnn,fa3,fa4",
-    head_dim: Annotated[str, typer.Option(help="64,128,256 if not given.")] = "",
-    seqlen: Annotated[str, typer.Option(help="1024,4096,16384; 256,1024 with --cpu.")] = "",
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bf16",
+    head_dim: Annotated[str, typer.Option(help="Of mode fwd: 64,128,256.")] = "",
+    seqlen: Annotated[str, typer.Option(help="Of mode fwd: 1024,4096,16384.")] = "",
+    dtype: Annotated[str, typer.Option(help=", ".join(TORCH_DTYPES))] = "bf16",
     on_cpu: Annotated[bool, typer.Option("--cpu", help="Time the NumPy backend instead.")] = False,
     report: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw them here (.png, .svg).")] = None,
@@ -182,12 +142,13 @@ def command(
     dims = numbers(head_dim or "64,128,256", "--head-dim", MAX_HEAD_DIM)
     usual, longest = ("256,1024", LONGEST_CPU) if on_cpu else ("1024,4096,16384", LONGEST)
     seqlens = numbers(seqlen or usual, "--seqlen", longest)
-    names, dtypes = items(peer, "--peer", list(PEERS)), items(dtype, "--dtype", list(DTYPES))
+    names, dtypes = items(peer, "--peer", list(PEERS)), items(dtype, "--dtype", list(TORCH_DTYPES))
     modes = items(mode, "--mode", MODES)
+    torch_dtypes = [TORCH_DTYPES[name] for name in dtypes]
     if on_cpu and saved is None and (found := given(context, GPU_OPTIONS)):
         raise typer.BadParameter(f"{', '.join(found)}: for the GPU only, not with --cpu")
     check_file(report, "--json")
-    check_plot(plot, saved is not None or "fwd" in modes)
+    check_plot(plot, saved is not None or bool({*modes} & {*chart.DRAWN}))
     skipped: dict[str, str] = {}
     if saved is not None:
         try:
@@ -203,8 +164,15 @@ def command(
             console.print("--cpu times the NumPy backend, --from FILE shows saved rows.")
             raise typer.Exit(2)
         rows = show(machine())
-        rows += show(forward(names, dims, seqlens, dtypes, skipped)) if "fwd" in modes else []
-        rows += show(iter([host(names, skipped)])) if "host" in modes else []
+        measured = {
+            "fwd": forward(names, dims, seqlens, dtypes, skipped),
+            "decode": bench_inference.decode(names, torch_dtypes, skipped),
+            "varlen": bench_inference.varlen(names, torch_dtypes, skipped),
+            "host": host(names, skipped),
+        }
+        rows += show(
+            itertools.chain.from_iterable(measured[mode] for mode in MODES if mode in modes)
+        )
     for table in chart.tables(rows):
         console.print(table, "")
     for name, reason in skipped.items():
@@ -212,14 +180,16 @@ def command(
     write(rows, report, plot)
 
 
-def check_plot(plot: Path | None, forward: bool) -> None:
-    """BadParameter if the work could not end in a plot; `forward` says whether it gives rows to draw."""
+def check_plot(plot: Path | None, drawn: bool) -> None:
+    """BadParameter if the work could not end in a plot; `drawn` says whether it gives rows to draw."""
     if plot is None:
         return
     if plot.suffix not in chart.SUFFIXES:
         raise typer.BadParameter(f"--plot is {plot}; it must end in {', '.join(chart.SUFFIXES)}")
-    if not forward:
-        raise typer.BadParameter("--plot draws the rows of --mode fwd, which is not asked for")
+    if not drawn:
+        raise typer.BadParameter(
+            f"--plot draws the rows of --mode {', '.join(chart.DRAWN)}; none is asked for"
+        )
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("--plot needs matplotlib: pip install matplotlib")
     check_file(plot, "--plot")

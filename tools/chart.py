@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group
 
@@ -20,9 +21,15 @@ SHAPE_KEYS = ("mode", "dtype", "d", "causal", "s", "b", "h")
 
 TITLES = {
     "fwd": "forward, TFLOP/s (more is better)",
+    "decode": "one query, fraction of a copy's bandwidth (more is better)",
+    "decode us": "the same, us (less is better)",
+    "cache": "one query, time over that with a plain cache (less is better)",
+    "varlen": "packed sequences of random lengths up to s, TFLOP/s (more is better)",
     "host us/call": "time of the caller's thread in a small call, us (less is better)",
     "cpu ms/call": "forward on the CPU, ms (less is better)",
 }
+MORE_IS_BETTER = ("fwd", "decode", "varlen")
+DRAWN = MORE_IS_BETTER
 COLOURS = {"rtflash": "#d1495b", "torch-FA2": "#a8b5c8", "cuDNN": "#5c6f8a", "FA3": "#2f3e55"}
 SUFFIXES = (".png", ".svg", ".pdf")
 SPARE_COLOURS = ("#7a9e87", "#c2a878", "#8f7aa6", "#b0a8a0")
@@ -41,8 +48,8 @@ def table(rows: Sequence[Row], mode: str) -> Group:
     names = implementations(rows)
     shapes = [key for key in SHAPE_KEYS[1:] if any(key in row for row in rows)]
     headers = [*shapes, *names]
-    best = max if mode == "fwd" else min
-    ratios = [ratio(row) for row in rows if mode == "fwd"]
+    best = max if mode in MORE_IS_BETTER else min
+    ratios = [ratio(row) for row in rows if mode in MORE_IS_BETTER]
     known = [value for value in ratios if value is not None]
     if known:
         headers.append("rtflash/FA2")
@@ -76,62 +83,97 @@ def ratio(row: Row) -> float | None:
     return ours / theirs if ours and theirs else None
 
 
+class Panel(NamedTuple):
+    """Rows side by side: a group of bars for each."""
+
+    title: str
+    unit: str
+    places: list[str]
+    rows: list[Row]
+
+
+def panels(rows: Sequence[Row]) -> list[list[Panel]]:
+    """The lines of a plot: forward rows as a line per mask and a panel per head_dim, other modes as a panel each."""
+    chosen = {mode: [row for row in rows if row.get("mode") == mode] for mode in DRAWN}
+    forward = chosen["fwd"]
+    dims = sorted({row["d"] for row in forward})
+    lines = []
+    for causal in sorted({row["causal"] for row in forward}):
+        line = []
+        for d in dims:
+            found = [row for row in forward if (row["d"], row["causal"]) == (d, causal)]
+            places = [length(row["s"]) for row in found]
+            line.append(Panel(f"head_dim {d}, {kind(causal)}", "TFLOP/s", places, found))
+        lines.append(line)
+    if found := chosen["decode"]:
+        places = [f"{row['b']} x {length(row['s'])}" for row in found]
+        lines.append([Panel("one query, batch x keys", "of copy bandwidth", places, found)])
+    if found := chosen["varlen"]:
+        places = [f"head_dim {row['d']}, {kind(row['causal'])}" for row in found]
+        lines.append([Panel("packed sequences of random lengths", "TFLOP/s", places, found)])
+    return lines
+
+
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """Forward throughput as bars, a panel per head_dim and mask, into a .png or .svg.
+    """Bars of the modes in DRAWN, into a .png or .svg.
 
     Raises
     ------
     ImportError
         matplotlib is not installed.
     ValueError
-        There is no forward row to draw.
+        There is no row to draw.
     """
-    points = [row for row in rows if row.get("mode") == "fwd"]
-    if not points:
-        raise ValueError("there are no forward rows to plot")
+    lines = panels(rows)
+    if not lines:
+        raise ValueError(f"there are no rows of mode {', '.join(DRAWN)} to plot")
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = implementations(points)
+    drawn = [row for line in lines for panel in line for row in panel.rows]
+    names = implementations(drawn)
     spare = itertools.cycle(SPARE_COLOURS)
     colours = {name: COLOURS.get(name) or next(spare) for name in names}
-    dims = sorted({row["d"] for row in points})
-    masks = sorted({row["causal"] for row in points})
-    figure, axes = pyplot.subplots(
-        len(masks),
-        len(dims),
-        figsize=(2 + 3.2 * len(dims), 0.8 + 2.6 * len(masks)),
-        sharey="row",
-        squeeze=False,
-        layout="constrained",
+    widest = max(map(len, lines))
+    width = math.lcm(*map(len, lines))
+    figure = pyplot.figure(
+        figsize=(max(5.2, 2 + 3.2 * widest), 0.8 + 2.6 * len(lines)), layout="constrained"
     )
-    for (line, causal), (column, d) in itertools.product(enumerate(masks), enumerate(dims)):
-        axis = axes[line][column]
-        axis.set_title(f"head_dim {d}, {kind(causal)}", fontsize=10)
-        draw(axis, [row for row in points if (row["d"], row["causal"]) == (d, causal)], colours)
-        if column == 0:
-            axis.set_ylabel("TFLOP/s")
-        if line == len(masks) - 1:
-            axis.set_xlabel("sequence length")
+    grid = figure.add_gridspec(len(lines), width)
+    for number, line in enumerate(lines):
+        first = None
+        for column, panel in enumerate(line):
+            span = width // len(line)
+            place = grid[number, column * span : (column + 1) * span]
+            axis = figure.add_subplot(place, sharey=first)
+            first = first or axis
+            axis.set_title(panel.title, fontsize=10)
+            draw(axis, panel, colours)
+            axis.tick_params(labelleft=column == 0)
+            if column == 0:
+                axis.set_ylabel(panel.unit)
     gpu = next((f", {row['gpu']}" for row in rows if "gpu" in row), "")
-    figure.suptitle(f"Attention forward, {points[0]['dtype']}{gpu}")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False)
+    figure.suptitle(f"Attention forward, {drawn[0]['dtype']}{gpu}")
+    bars = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in figure.axes]
+    shown = {label: handle for handle, label in itertools.chain.from_iterable(bars)}
+    handles = [shown[name] for name in names]
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
 
 
-def draw(axis: Any, rows: Sequence[Row], colours: dict[str, str]) -> None:
-    """One panel: a group of bars per length, a bar per implementation."""
-    width = 0.8 / len(colours)
-    for index, (name, colour) in enumerate(colours.items()):
-        shift = (index - (len(colours) - 1) / 2) * width
-        places = [place + shift for place in range(len(rows))]
-        heights = [row.get(name) or 0 for row in rows]
-        axis.bar(places, heights, width * 0.92, label=name, color=colour)
-    axis.set_xticks(range(len(rows)), [length(row["s"]) for row in rows])
+def draw(axis: Any, panel: Panel, colours: dict[str, str]) -> None:
+    """One panel: a group of bars per place, a bar per implementation."""
+    names = implementations(panel.rows)
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        shift = (index - (len(names) - 1) / 2) * width
+        places = [place + shift for place in range(len(panel.rows))]
+        heights = [row.get(name) or 0 for row in panel.rows]
+        axis.bar(places, heights, width * 0.92, label=name, color=colours[name])
+    axis.set_xticks(range(len(panel.rows)), panel.places)
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_axisbelow(True)
     axis.grid(axis="y", color="#e8e8e8")
@@ -171,12 +213,12 @@ def load(file: Path) -> list[Row]:
 
 
 def is_complete(row: Row) -> bool:
-    """Whether a row has figures, all of them numbers or None, and what a plot asks of a forward row."""
+    """Whether a row has figures, all of them numbers or None, and what a plot asks of a row that it draws."""
     figures = [row[name] for name in implementations([row])]
-    shape = [row.get(key) for key in ("dtype", "d", "causal", "s")]
-    kinds = (str, int, bool, int)
+    shape = [row.get(key) for key in ("dtype", "d", "causal", "s", "b")]
+    kinds = (str, int, bool, int, int)
     return (
         any(figure is not None for figure in figures)
         and all(figure is None or isinstance(figure, (int, float)) for figure in figures)
-        and (row["mode"] != "fwd" or all(map(isinstance, shape, kinds)))
+        and (row["mode"] not in DRAWN or all(map(isinstance, shape, kinds)))
     )

@@ -1,7 +1,7 @@
 """Compile kernel variants for any architectures on any machine: no GPU, no driver, no nvcc.
 
 Which variant serves a call is select.py's choice, so variants are asked for as calls: dtype,
-head_dim, mask, features, lengths that divide the tile or not.
+head_dim, mask, features, lengths that divide the tile or not, and where sequences lie.
 """
 
 from __future__ import annotations
@@ -21,29 +21,25 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rtflash import build, device, nvrtc, select
-from rtflash.problem import Problem
-from rtflash.spec import DTYPES, MAX_HEAD_DIM, Spec
+from rtflash import build, nvrtc
+from rtflash.spec import DTYPES, MAX_HEAD_DIM, ROTARIES
 
 from .screen import check_file, check_folder, console, frameless, given, items
+from .served import (
+    FEATURES,
+    LENGTHS,
+    WINDOWS,
+    Inference,
+    Variant,
+    problems,
+    table_variants,
+    variants,
+)
 
-# Query and key lengths that every tile divides, and that none does.
-LENGTHS: dict[str, list[tuple[int, int]]] = {
-    "even": [(8192, 8192)],
-    "odd": [(8191, 8191)],
-    "all": [(sq, sk) for sq in (8192, 8191) for sk in (8192, 8191)],
-}
-FEATURES = ("softcap", "alibi")
-WINDOWS = {"full": (-1, -1), "causal": (-1, 0), "window": (1024, 0)}
 # Options that say which calls to serve; --table has its own.
-CALL_OPTIONS = ("dtype", "head_dim", "mask", "feature", "length")
-
-
-class Variant(NamedTuple):
-    """A kernel for an architecture."""
-
-    spec: Spec
-    arch: str
+CALL_OPTIONS = (
+    "dtype", "head_dim", "mask", "feature", "length", "varlen", "decode", "paged", "append", "rotary",
+)  # fmt: skip
 
 
 class Outcome(NamedTuple):
@@ -66,70 +62,6 @@ class Outcome(NamedTuple):
         }
         faults = [f"{count} {what}" for what, count in counted.items() if count]
         return faults + list(self.artifact.warnings)
-
-
-def problems(
-    dtypes: Sequence[str],
-    head_dims: Sequence[tuple[int, int]],
-    masks: Sequence[str],
-    features: Sequence[frozenset[str]],
-    lengths: Sequence[tuple[int, int]],
-) -> Iterator[Problem]:
-    """One representative call per combination.
-
-    Parameters
-    ----------
-    dtypes : "fp16", "bf16".
-    head_dims : (head_dim, head_dim_v).
-    masks : keys of WINDOWS.
-    features : sets out of "softcap", "alibi".
-    lengths : (seqlen_q, seqlen_k).
-    """
-    for dtype, (d, dv), mask, extra, (sq, sk) in itertools.product(
-        dtypes, head_dims, masks, features, lengths
-    ):
-        left, right = WINDOWS[mask]
-        yield Problem(
-            batch=4,
-            seqlen_q=sq,
-            seqlen_k=sk,
-            heads=32,
-            heads_k=8,
-            head_dim=d,
-            head_dim_v=dv,
-            dtype=dtype,
-            softmax_scale=d**-0.5,
-            window_left=left,
-            window_right=right,
-            softcap=30.0 if "softcap" in extra else 0.0,
-            alibi="alibi" in extra,
-            align=16,
-        )
-
-
-def variants(archs: Iterable[str], calls: Iterable[Problem]) -> tuple[list[Variant], list[str]]:
-    """The distinct kernels that serve the calls, and why some calls have none.
-
-    Raises
-    ------
-    ValueError
-        An architecture is unknown.
-    """
-    devices = {arch: device.for_arch(arch) for arch in archs}
-    found: dict[Variant, None] = {}
-    refused: dict[str, None] = {}
-    for arch, call in itertools.product(devices, list(calls)):
-        try:
-            spec, _ = select.forward(call, devices[arch])
-            found[Variant(spec, arch)] = None
-        except (ValueError, TypeError, NotImplementedError) as error:
-            refused[f"{arch}: {error}"] = None
-    return list(found), list(refused)
-
-
-def table_variants(archs: Iterable[str]) -> list[Variant]:
-    """Every kernel that the shipped tile table makes on the architectures."""
-    return [Variant(s, arch) for arch in archs for s in select.table_specs(device.for_arch(arch))]
 
 
 def compile_all(chosen: Sequence[Variant], jobs: int) -> Iterator[Outcome]:
@@ -189,7 +121,7 @@ def table(outcomes: Iterable[Outcome]) -> Table:
     right = ("registers", "shared KB", "spilled B", "cubin KB", "seconds")
     grid = frameless("arch", "kernel", *right, right=right)
     for row in map(report, outcomes):
-        name = row["name"].removeprefix("rtflash_forward_")
+        name = row["name"].removeprefix("rtflash_").removeprefix("forward_")
         if "registers" not in row:
             grid.add_row(row["arch"], name, *["[red]failed[/]"] * len(right))
             continue
@@ -234,6 +166,20 @@ def refuse_call_options(context: typer.Context) -> None:
         )
 
 
+def check_inference(wanted: Inference) -> None:
+    """BadParameter if an option would do nothing."""
+    if wanted.rotary not in ROTARIES:
+        raise typer.BadParameter(
+            f"--rotary is {wanted.rotary!r}; it must be one of {', '.join(ROTARIES)}"
+        )
+    if wanted.paged and not (wanted.varlen or wanted.decode):
+        raise typer.BadParameter("--paged goes with --varlen or --decode")
+    if wanted.append and not wanted.decode:
+        raise typer.BadParameter("--append goes with --decode")
+    if wanted.rotary != "none" and not wanted.append:
+        raise typer.BadParameter("--rotary goes with --append")
+
+
 def command(
     context: typer.Context,
     arch: Annotated[str, typer.Option(help="GPU architectures.")] = "sm_80,sm_90a",
@@ -242,6 +188,11 @@ def command(
     mask: Annotated[str, typer.Option(help=", ".join(WINDOWS))] = "full,causal",
     feature: Annotated[str, typer.Option(help=", ".join(FEATURES))] = "",
     length: Annotated[str, typer.Option(help="Divisible by the tile: even, odd, all.")] = "all",
+    varlen: Annotated[bool, typer.Option("--varlen", help="Packed sequences too.")] = False,
+    decode: Annotated[bool, typer.Option("--decode", help="Few queries and caches too.")] = False,
+    paged: Annotated[bool, typer.Option("--paged", help="Those two with a block table.")] = False,
+    append: Annotated[bool, typer.Option("--append", help="--decode with new keys.")] = False,
+    rotary: Annotated[str, typer.Option(help=f"Of new keys: {', '.join(ROTARIES)}")] = "none",
     every: Annotated[bool, typer.Option("--table", help="All of the tile table.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write .cu, .cubin, spec.json here.")] = None,
     report_file: Annotated[Path | None, typer.Option("--json", help="Write a report here.")] = None,
@@ -257,12 +208,14 @@ def command(
     extra = frozenset(items(feature, "--feature", FEATURES) if feature else ())
     dtypes, masks = items(dtype, "--dtype", DTYPES), items(mask, "--mask", list(WINDOWS))
     calls = problems(dtypes, head_dims(head_dim), masks, [extra], lengths(length))
+    wanted = Inference(varlen, decode, paged, append, rotary)
+    check_inference(wanted)
     if every:
         refuse_call_options(context)
     check_folder(out, "--out")
     check_file(report_file, "--json")
     try:
-        chosen, refused = (table_variants(archs), []) if every else variants(archs, calls)
+        chosen, refused = (table_variants(archs), []) if every else variants(archs, calls, wanted)
         nvrtc.version()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -31,7 +31,20 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_record.json"
 # What decides the machine code, the call that it is made for, and how it is launched. The other modules are checked on
 # any machine, but for the streams and allocators of GPU arrays.
-KERNEL_MODULES = ("device", "launch", "nvrtc", "problem", "render", "select", "spec")
+KERNEL_MODULES = (
+    "cache_checks",
+    "call",
+    "checks",
+    "device",
+    "launch",
+    "merging",
+    "nvrtc",
+    "partials",
+    "problem",
+    "render",
+    "select",
+    "spec",
+)
 PACKAGES = ("torch", "cupy", "jax", "numpy")
 
 

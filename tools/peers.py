@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import rtflash
 
+TORCH_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+
 
 class Peer(NamedTuple):
     """One implementation on fixed inputs.
@@ -116,12 +118,21 @@ def make_peers(
     peers = []
     for name in names:
         try:
-            peer = PEERS[name](q, k, v, causal)
-            (peer.wait or (lambda result: result))(peer.call())
-            peers.append(peer)
+            peers.append(answers(PEERS[name](q, k, v, causal)))
         except Exception as error:  # a peer's failure, of whatever kind, must not end the run
-            skipped.setdefault(name, f"{type(error).__name__}: {error}".splitlines()[0][:160])
+            skipped.setdefault(name, reason(error))
     return peers
+
+
+def answers(peer: Peer) -> Peer:
+    """The peer, called once."""
+    (peer.wait or (lambda result: result))(peer.call())
+    return peer
+
+
+def reason(error: Exception) -> str:
+    """An exception in a line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:160]
 
 
 def cpu_peers(q: Any, k: Any, v: Any, causal: bool, skipped: dict[str, str]) -> list[Peer]:

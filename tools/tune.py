@@ -1,6 +1,9 @@
 """Time candidate tiles on this GPU beside FlashAttention-2: the measurement behind the tables of rtflash/select.py.
 
 usage: python tools/tune.py [--head-dim 64,128] [--tile m128x64_w4s2_qreg_b2,...] [--shared 99] [--json FILE]
+       python tools/tune.py --rows few [--head-dim 64,128] [--tile m16x128_w4ks2_qreg,...] [--json FILE]
+
+The second form is for the tiles of decoding, `select.FEW`: fractions of a copy's bandwidth.
 
 Exit status 1 if a candidate computes something wrong, 2 if nothing can be measured. A head_dim takes about two minutes.
 """
@@ -10,11 +13,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,120 +26,54 @@ if not __package__:  # run as a script: rtflash is beside tools/, installed or n
 from rtflash import build, device, launch, select
 from rtflash.__main__ import import_tool
 from rtflash.device import KIB, Device
-from rtflash.problem import dense
-from rtflash.select import Grid, Tile
-from rtflash.spec import ALIGNMENTS, ELEMENT_BYTES, MAX_HEAD_DIM, Spec, padded_head_dim
+from rtflash.problem import Tensors, dense
+from rtflash.select import Tile
+from rtflash.spec import MAX_HEAD_DIM, Spec
 from rtflash.tensor import framework
 
 bench, chart, peers, screen = (import_tool(name) for name in ("bench", "chart", "peers", "screen"))
+timing, trial, tune_decode = (import_tool(name) for name in ("timing", "trial", "tune_decode"))
 
 Row = dict[str, Any]
 MASKS = {"full": False, "causal": True}
-WRONG = "wrong result"
 SMALLER = {163: "sm_80", 99: "sm_86", 64: "sm_75"}  # KB of shared memory that a CTA can have there
-TILE = re.compile(r"m(\d+)x(\d+)_w(\d+)s(\d+)(_qreg)?(?:_b(\d+))?")
-# Registers of an SM and of a thread, on every architecture so far.
-SM_REGISTERS, MAX_REGISTERS = 64 * KIB, 255
-# Registers of a thread beside its parts of O, S and Q: the least with which a tile did not spill, measured on sm_90a.
-OTHER_REGISTERS = 39
-
-
-def label(tile: Tile) -> str:
-    """The tile as --tile takes it."""
-    flags = "_qreg" * tile.q_in_regs + f"_b{tile.blocks_per_sm}" * (tile.blocks_per_sm > 1)
-    return f"m{tile.block_m}x{tile.block_n}_w{tile.warps}s{tile.stages}{flags}"
-
-
-def parse_tile(text: str) -> Tile:
-    """The tile of that label; ValueError for anything else."""
-    match = TILE.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is no tile; one looks like m128x64_w4s2_qreg_b2")
-    m, n, warps, stages = (int(number) for number in match.group(1, 2, 3, 4))
-    return Tile(m, n, warps, stages, match[5] is not None, int(match[6] or 1))
-
-
-def make_spec(
-    tile: Tile, head_dim: int, chip: Device, dtype: str, causal: bool, seqlen: int
-) -> Spec:
-    """The tile's variant for contiguous tensors with `seqlen` queries and keys."""
-    return Spec(
-        dtype=dtype,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        isa=80 if chip.major >= 8 else 75,
-        mask="causal" if causal else "full",
-        even_m=seqlen % tile.block_m == 0,
-        even_n=seqlen % tile.block_n == 0,
-        align=next(a for a in ALIGNMENTS if head_dim * ELEMENT_BYTES % a == 0),
-        **tile._asdict(),
-    )
-
-
-def residents(shared_bytes: int, chip: Device) -> int:
-    """CTAs that fit an SM's shared memory, of which sm_80 and newer keep 1 KB for each (CUDA programming guide)."""
-    reserved = KIB if chip.major >= 8 else 0
-    return (chip.shared_bytes_per_block + reserved) // (shared_bytes + reserved)
-
-
-def padded_bytes(shared_bytes: int, chip: Device, gpu: Device) -> int:
-    """The least dynamic shared memory with which no more CTAs share an SM of `gpu` than of `chip`."""
-    padded = shared_bytes
-    while residents(padded, gpu) > residents(shared_bytes, chip):
-        padded = (padded // KIB + 1) * KIB
-    return padded
-
-
-def candidates(head_dim: int, chip: Device) -> list[Tile]:
-    """The table's tile, then all that fit the chip's shared memory and, by estimate, its registers.
-
-    Of values of blocks_per_sm that allow a thread as many registers, only the greatest is worth a try.
-    """
-    present = select.tile(head_dim, chip)
-    found: dict[tuple[object, ...], Tile] = {}
-    sizes = itertools.product((64, 128), (32, 64, 96, 128), (4, 8), (1, 2), (False, True))
-    for size, blocks in itertools.product(sizes, (1, 2, 3)):
-        tile = Tile(*size, blocks)
-        try:
-            spec = make_spec(tile, head_dim, chip, "fp16", False, 1)
-        except ValueError:
-            continue
-        # Of a thread: O and Q (two values in a register) are padded_head_dim wide, S is block_n wide.
-        width = padded_head_dim(head_dim) * (1.5 if tile.q_in_regs else 1.0) + tile.block_n
-        needed = tile.block_m * width / spec.threads + OTHER_REGISTERS
-        limit = min(MAX_REGISTERS, SM_REGISTERS // (spec.threads * blocks))
-        if needed <= limit and residents(spec.shared_bytes, chip) >= blocks:
-            found[(*size, limit)] = tile
-    return list(dict.fromkeys([present, *found.values()]))
+# Options that --rows few has no use for.
+MANY_OPTIONS = ("mask", "seqlen", "shared")
 
 
 def make_call(kernel: build.Kernel, shared: int, gpu: Device, qkv: list[Any]) -> Callable[[], Any]:
     """A function that queues the kernel and returns (out, lse), NaN before. The caller keeps q, k and v."""
     import torch
 
-    q, k, v = (framework(x).view(x) for x in qkv)
-    problem = dense(q, k, v, causal=kernel.spec.mask == "causal")
-    blocks = -(-problem.seqlen_q // kernel.spec.block_m) * problem.batch * problem.heads
-    grid = Grid(blocks, kernel.spec.threads, shared, select.section(problem, gpu))
+    spec, tensors = forward_spec(kernel), Tensors(*(framework(x).view(x) for x in qkv))
+    problem = dense(*tensors[:3], causal=spec.mask == "causal")
+    grid = select.grid(spec, problem, gpu)._replace(shared_bytes=shared)
     out = torch.full_like(qkv[0], math.nan)
     lse = out.new_full((problem.batch, problem.heads, problem.seqlen_q), math.nan).float()
-    pointers = (q.ptr, k.ptr, v.ptr, out.data_ptr(), lse.data_ptr(), 0)
-    packed = launch.scalars(problem, grid, q, k, v, None)
+    lengths = problem.seqlen_q, problem.seqlen_k
+    head = launch.forward_head(tensors, out.data_ptr(), lse.data_ptr(), *lengths)
+    rest = launch.forward_scalars(problem, grid, spec.pack_gqa, tensors)
     stream = torch.cuda.current_stream().cuda_stream
 
     def call() -> Any:
-        launch.launch(kernel, grid, pointers, packed, stream, gpu.index)
+        launch.launch(kernel, grid, launch.FORWARD_HEAD, head, rest, stream, gpu.index)
         return out, lse
 
     return call
+
+
+def forward_spec(kernel: build.Kernel) -> Spec:
+    """The variant of a forward kernel."""
+    assert isinstance(kernel.spec, Spec)
+    return kernel.spec
 
 
 def is_right(kernel: build.Kernel, shared: int, gpu: Device) -> bool:
     """Whether the kernel agrees with float64 on small shapes, among them grouped heads and rows without keys."""
     import torch
 
-    spec = kernel.spec
-    options = {"device": "cuda", "dtype": getattr(torch, bench.DTYPES[spec.dtype])}
+    spec = forward_spec(kernel)
+    options = {"device": "cuda", "dtype": getattr(torch, peers.TORCH_DTYPES[spec.dtype])}
     rows = 2 * spec.block_m + (0 if spec.even_m else 7)
     for tiles in (1, 11):
         keys = tiles * spec.block_n - (0 if spec.even_n else 7)
@@ -160,30 +94,13 @@ def is_right(kernel: build.Kernel, shared: int, gpu: Device) -> bool:
     return True
 
 
-def compile_all(specs: Iterable[Spec], chip: Device, arch: str) -> dict[Spec, build.Artifact | str]:
-    """Each variant compiled, on all cores; or why it is no candidate."""
-
-    def make(spec: Spec) -> build.Artifact | str:
-        if spec.shared_bytes > chip.shared_bytes_per_block:
-            return "too much shared memory"
-        try:
-            made = build.compile(spec, arch)
-        except build.CompileError as error:
-            return f"does not compile, see {error.path}"
-        return "spills" if made.resources.spill_stores or made.resources.spill_loads else made
-
-    wanted = list(dict.fromkeys(specs))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(wanted, pool.map(make, wanted), strict=True))
-
-
 def load(made: build.Artifact | str, chip: Device, gpu: Device) -> tuple[build.Kernel, int] | str:
     """The kernel, checked, and its shared bytes as padded; or why it is no candidate."""
     if isinstance(made, str):
         return made
-    kernel, shared = build.load(made, gpu), padded_bytes(made.spec.shared_bytes, chip, gpu)
+    kernel, shared = build.load(made, gpu), trial.padded_bytes(made.spec.shared_bytes, chip, gpu)
     kernel.raw.max_dynamic_shared_size_bytes = shared
-    return (kernel, shared) if is_right(kernel, shared, gpu) else WRONG
+    return (kernel, shared) if is_right(kernel, shared, gpu) else trial.WRONG
 
 
 def measure(
@@ -199,26 +116,26 @@ def measure(
     import torch
 
     points = [(MASKS[name], s, tile) for name in masks for s in seqlens for tile in tiles]
-    specs = [make_spec(tile, d, chip, dtype, causal, s) for causal, s, tile in points]
+    specs = [trial.make_spec(tile, d, chip, dtype, causal, s) for causal, s, tile in points]
     # A table's tile serves all lengths, so its variant for odd ones must be usable, too.
     odd = [dataclasses.replace(spec, even_m=False, even_n=False) for spec in specs]
-    compiled = compile_all([*specs, *odd], chip, build.target_arch(gpu))
+    compiled = trial.compile_all([*specs, *odd], chip, build.target_arch(gpu))
     loaded = {spec: load(made, chip, gpu) for spec, made in compiled.items()}
     shape: tuple[bool, int] | None = None
     for (causal, s, tile), spec, odd_spec in zip(points, specs, odd, strict=True):
         b, h = max(1, bench.TOKENS // s), max(1, bench.WIDTH // d)
         if shape != (causal, s):
             shape = causal, s
-            options = {"device": "cuda", "dtype": getattr(torch, bench.DTYPES[dtype])}
+            options = {"device": "cuda", "dtype": getattr(torch, peers.TORCH_DTYPES[dtype])}
             qkv = [torch.randn(b, s, h, d, **options) for _ in range(3)]
             fa2 = peers.make_peers(["fa2"], *qkv, causal, {})
-        row: Row = {"d": d, "causal": causal, "s": s, "tile": label(tile)}
+        row: Row = {"d": d, "causal": causal, "s": s, "tile": trial.label(tile)}
         found = loaded[odd_spec] if isinstance(loaded[odd_spec], str) else loaded[spec]
         if isinstance(found, str):
             yield row | {"dropped": found}
             continue
         kernel, shared = found
-        times = bench.medians([peers.Peer("tile", make_call(kernel, shared, gpu, qkv)), *fa2])
+        times = timing.medians([peers.Peer("tile", make_call(kernel, shared, gpu, qkv)), *fa2])
         rate = {n: 4 * b * h * s * s * d / (1 + causal) / ms / 1e9 for n, ms in times.items()}
         yield row | {
             "padded_kb": shared // KIB if shared > spec.shared_bytes else None,
@@ -230,29 +147,48 @@ def measure(
         }
 
 
+def show_few(rows: list[Row]) -> None:
+    """A table per head_dim and shape, the fastest tile first; then what was dropped."""
+    keys = ("of copy", "us", "cuDNN", "torch-FA2", "registers", "shared_kb")
+    for (d, b, s), group in itertools.groupby(rows, lambda row: (row["d"], row["b"], row["s"])):
+        screen.console.print(f"\nd {d}, one query, batch {b}, {s} keys", style="bold")
+        print_tiles(sorted(group, key=lambda row: -row.get("of copy", 0)), keys)
+
+
+def print_tiles(rows: list[Row], keys: tuple[str, ...]) -> None:
+    """Rows in their order, a column per key."""
+    table = screen.frameless("tile", *keys, "", right=keys)
+    for row in rows:
+        if "dropped" in row:
+            table.add_row(row["tile"], *[""] * len(keys), row["dropped"], style="dim")
+            continue
+        texts = ["" if row.get(key) is None else str(row[key]) for key in keys]
+        table.add_row(row["tile"], *texts, "in the table" if row["present"] else "")
+    screen.console.print(table)
+
+
 def show(rows: list[Row]) -> None:
     """A table per head_dim, mask and length, the fastest tile first; then what was dropped."""
     keys = ("tflops", "fa2", "of fa2", "registers", "shared_kb", "padded_kb")
     for (d, causal, s), group in itertools.groupby(
         rows, lambda row: (row["d"], row["causal"], row["s"])
     ):
-        table = screen.frameless("tile", *keys, "", right=keys)
         screen.console.print(f"\nd {d}, {'causal' if causal else 'full'}, seqlen {s}", style="bold")
-        for row in sorted(group, key=lambda row: -row.get("tflops", 0)):
-            if "dropped" in row:
-                table.add_row(row["tile"], *[""] * len(keys), row["dropped"], style="dim")
-                continue
-            cells = row | {"of fa2": f"{row['tflops'] / row['fa2']:.3f}" if row["fa2"] else None}
-            texts = ["" if cells[key] is None else str(cells[key]) for key in keys]
-            table.add_row(row["tile"], *texts, "in the table" if row["present"] else "")
-        screen.console.print(table)
+        ordered = sorted(group, key=lambda row: -row.get("tflops", 0))
+        ratios = [
+            row | ({"of fa2": f"{row['tflops'] / row['fa2']:.3f}"} if row.get("fa2") else {})
+            for row in ordered
+        ]
+        print_tiles(ratios, keys)
 
 
 def command(
+    context: typer.Context,
     head_dim: Annotated[str, typer.Option()] = "32,64,96,128,160,192,224,256",
     mask: Annotated[str, typer.Option(help=", ".join(MASKS))] = "full,causal",
     seqlen: Annotated[str, typer.Option()] = "1024,4096,16384",
     dtype: Annotated[str, typer.Option(help="bf16 or fp16")] = "bf16",
+    rows: Annotated[str, typer.Option(help="Of queries: many, or few for decoding.")] = "many",
     tile: Annotated[str, typer.Option(help="Only these and the table's, with commas.")] = "",
     shared: Annotated[int, typer.Option(help="KB of a smaller GPU: 163, 99 or 64.")] = 0,
     report: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
@@ -261,12 +197,21 @@ def command(
     dims = screen.numbers(head_dim, "--head-dim", MAX_HEAD_DIM)
     seqlens = screen.numbers(seqlen, "--seqlen", bench.LONGEST)
     masks = screen.items(mask, "--mask", list(MASKS))
-    if dtype not in bench.DTYPES:
+    if dtype not in peers.TORCH_DTYPES:
         raise typer.BadParameter(f"--dtype is {dtype!r}; it must be bf16 or fp16")
+    if rows not in trial.TABLES:
+        raise typer.BadParameter(f"--rows is {rows!r}; it must be one of {', '.join(trial.TABLES)}")
+    few = rows == "few"
+    if few and (found := screen.given(context, MANY_OPTIONS)):
+        raise typer.BadParameter(f"{', '.join(found)}: not with --rows few")
     try:
-        given = [parse_tile(x) for x in (screen.items(tile, "--tile") if tile else [])]
+        given = [trial.parse_tile(x) for x in (screen.items(tile, "--tile") if tile else [])]
     except ValueError as error:
         raise typer.BadParameter(f"--tile: {error}") from None
+    if any((x.key_warps > 1) != few for x in given):
+        raise typer.BadParameter(
+            "--tile: warps split the keys (w4k) with --rows few, and only then"
+        )
     if shared and shared not in SMALLER:
         raise typer.BadParameter(f"--shared is {shared}; it must be one of {list(SMALLER)}")
     reason = bench.why_not()
@@ -277,21 +222,24 @@ def command(
     chip = device.for_arch(SMALLER[shared]) if shared else gpu
     if chip.shared_bytes_per_block > gpu.shared_bytes_per_block:
         raise typer.BadParameter(f"--shared is {shared}, more than {gpu.name} has")
-    rows: list[Row] = []
+    done: list[Row] = []
     try:
         for d in dims:
-            tiles = candidates(d, chip)
+            tiles = trial.candidates(d, chip, rows)
             if given:
                 tiles = list(dict.fromkeys([tiles[0], *given]))
-            done = list(measure(d, tiles, masks, seqlens, dtype, chip, gpu))
-            show(done)
-            rows += done
+            if few:
+                found_rows = list(tune_decode.measure(d, tiles, dtype, gpu))
+            else:
+                found_rows = list(measure(d, tiles, masks, seqlens, dtype, chip, gpu))
+            (show_few if few else show)(found_rows)
+            done += found_rows
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if report is not None:
         machine = next(bench.machine()) | {"mode": "tiles", "dtype": dtype, "shared": shared}
-        chart.save([machine, *rows], report)
-    if any(row.get("dropped") == WRONG for row in rows):
+        chart.save([machine, *done], report)
+    if any(row.get("dropped") == trial.WRONG for row in done):
         raise typer.Exit(1)
 
 

@@ -1,4 +1,4 @@
-// Shared and global memory: who may touch which bytes when, bank conflicts, copies in flight.
+// Shared and global memory: who may touch which bytes when, copies in flight.
 #pragma once
 
 #include <cstring>
@@ -23,8 +23,34 @@ bool Worker::within_shared(uint32 address, int bytes, uint16 site) {
   return true;
 }
 
-/// `reader`: the thread, or kSeveral for the lanes of a warp together.
-void Worker::read_shared(uint32 address, int bytes, uint16 site, int reader, void* value) {
+/// Whether a barrier lies between what `thread` did in its warp's epoch `then` and now: one of the
+/// CTA, or, for a lane of the running thread's warp, one of the warp.
+bool Worker::ordered(uint32 then, int thread) const {
+  const int warp = current / kWarpSize;
+  return then < (thread / kWarpSize == warp ? warps[warp].epoch : epoch);
+}
+
+/// Adds the running thread, or its whole warp, to those who read.
+void Worker::note_reader(Shadow& shadow, bool whole_warp) const {
+  const auto reader = static_cast<uint16>(whole_warp ? current | kSeveral : current);
+  const int known = shadow.reader & kThread;
+  if (shadow.read_epoch >= epoch) {
+    // Another warp's earlier reads stay unordered with what a third one does.
+    if (shadow.reader & kWarps || known / kWarpSize != current / kWarpSize) {
+      shadow.reader |= kWarps;
+      return;
+    }
+    if (!ordered(shadow.read_epoch, known)) {
+      if (shadow.reader != reader) shadow.reader |= kSeveral;
+      return;
+    }
+  }
+  shadow.read_epoch = warps[current / kWarpSize].epoch;
+  shadow.reader = reader;
+}
+
+/// `whole_warp`: the lanes of the warp read together.
+void Worker::read_shared(uint32 address, int bytes, uint16 site, bool whole_warp, void* value) {
   if (!within_shared(address, bytes, site)) {
     std::memset(value, kPoison, bytes);
     return;
@@ -38,15 +64,10 @@ void Worker::read_shared(uint32 address, int bytes, uint16 site, int reader, voi
       find("read of shared memory that nobody wrote", site, -1, at, -1, false);
     } else if (shadow.writer & kInFlight) {
       find("read before a wait covers the copy", site, shadow.write_site, at, writer, false);
-    } else if (shadow.write_epoch == epoch && writer != reader) {
+    } else if ((whole_warp || writer != current) && !ordered(shadow.write_epoch, writer)) {
       find("race", site, shadow.write_site, at, writer, true);
     }
-    if (shadow.read_epoch != epoch) {
-      shadow.read_epoch = epoch;
-      shadow.reader = static_cast<uint16>(reader);
-    } else if (shadow.reader != reader) {
-      shadow.reader |= kSeveral;
-    }
+    note_reader(shadow, whole_warp);
     shadow.read_site = site;
   }
   std::memcpy(value, shared.data() + offset, bytes);
@@ -61,14 +82,16 @@ void Worker::write_shared(uint32 address, int bytes, uint16 site, bool in_flight
     const int writer = shadow.writer & ~kInFlight;
     if (shadow.write_epoch >= block_epoch && shadow.writer & kInFlight) {
       find("write before a wait covers the copy", site, shadow.write_site, at, writer, false);
-    } else if (shadow.write_epoch == epoch && writer != current) {
+    } else if (writer != current && !ordered(shadow.write_epoch, writer)) {
       find("race", site, shadow.write_site, at, writer, true);
     }
-    if (shadow.read_epoch == epoch && shadow.reader != current) {
-      const int reader = shadow.reader & kSeveral ? -1 : shadow.reader;
-      find("race", site, shadow.read_site, at, reader, true);
+    const int reader = shadow.reader & kThread;
+    const bool after =
+        shadow.reader & kWarps ? shadow.read_epoch < epoch : ordered(shadow.read_epoch, reader);
+    if (shadow.reader != current && !after) {
+      find("race", site, shadow.read_site, at, reader == shadow.reader ? reader : -1, true);
     }
-    shadow.write_epoch = epoch;
+    shadow.write_epoch = warps[current / kWarpSize].epoch;
     shadow.writer = static_cast<uint16>(current | (in_flight ? kInFlight : 0));
     shadow.write_site = site;
   }
@@ -84,7 +107,7 @@ void Worker::load_shared_rows(const Meeting& meeting, const uint32 (&addresses)[
     group.addresses[lane] = addresses[lane];
     current = meeting.warp * kWarpSize + lane;
     // A row goes to four lanes, and nothing but a barrier orders their reads with other accesses.
-    read_shared(addresses[lane], 16, site, kSeveral, rows[lane]);
+    read_shared(addresses[lane], 16, site, true, rows[lane]);
   }
   current = last;
   counts[site].conflicts += bank_conflicts(group);
@@ -121,7 +144,7 @@ void Worker::land_copies(int pending) {
     const uint32 offset = copy.address - kSharedBase;
     std::memcpy(shared.data() + offset, copy.data, copy.bytes);
     for (uint32 i = offset / kGranule; i < (offset + copy.bytes) / kGranule; ++i) {
-      shadows[i].write_epoch = epoch;
+      shadows[i].write_epoch = warps[current / kWarpSize].epoch;
       shadows[i].writer = static_cast<uint16>(current);
       shadows[i].write_site = copy.site;
     }
@@ -136,32 +159,49 @@ bool Worker::aligned(const void* pointer, int bytes, uint16 site) {
   return address % bytes == 0;
 }
 
-/// Whether the bytes belong to elements of a tensor that may be read (or written); counts them.
-bool Worker::touch_global(const void* pointer, int bytes, bool write, uint16 site) {
-  const auto* first = static_cast<const unsigned char*>(pointer);
-  const char* what = "outside the tensors";
-  for (Buffer& buffer : buffers) {
-    const std::uintptr_t offset = first - buffer.begin;
-    if (first < buffer.begin || offset + bytes > buffer.size) continue;
-    unsigned char* valid = buffer.valid + offset;
-    if (std::memchr(valid, 0, bytes) != nullptr) {
-      what = "between the elements of a tensor";
-    } else if (write != (buffer.writable != 0)) {
-      what = write ? "write to an input" : "read of an output";
-    } else {
-      if (write) {
-        if (std::memchr(valid, 2, bytes) != nullptr) {
-          find("output written twice", site, -1, reinterpret_cast<std::uintptr_t>(pointer), -1,
-               false);
-        }
-        std::memset(valid, 2, bytes);
-      }
-      (write ? buffer.bytes_written : buffer.bytes_read) += bytes;
-      return true;
-    }
+/// The tensor that holds the bytes; null: none.
+Buffer* Worker::buffer_of(const void* pointer, int bytes) {
+  const auto address = reinterpret_cast<std::uintptr_t>(pointer);
+  for (std::size_t i = 0; i < buffers.size(); ++i) {
+    const std::size_t index = (last_buffer + i) % buffers.size();
+    const auto begin = reinterpret_cast<std::uintptr_t>(buffers[index].begin);
+    if (address < begin || address - begin + bytes > buffers[index].size) continue;
+    last_buffer = index;
+    return &buffers[index];
   }
-  find(what, site, -1, reinterpret_cast<std::uintptr_t>(pointer), -1, false);
-  return false;
+  return nullptr;
+}
+
+/// Why bytes in these states must not be read (or written); null: they may.
+inline const char* refusal(const Buffer& buffer, const unsigned char* states, int bytes,
+                           bool write) {
+  const auto any = [&](State state) { return std::memchr(states, state, bytes) != nullptr; };
+  if (any(kPadding)) return "between the elements of a tensor";
+  if (write) {
+    if (buffer.access == kRead) return "write to an input";
+    return buffer.access == kWrite && any(kWritten) ? "output written twice" : nullptr;
+  }
+  if (buffer.access != kRead) return "read of an output";
+  return any(kEmpty) ? "read of global memory that nobody wrote" : nullptr;
+}
+
+/// Whether the bytes may be read (or written); counts them.
+bool Worker::touch_global(const void* pointer, int bytes, bool write, uint16 site) {
+  const auto address = reinterpret_cast<std::uintptr_t>(pointer);
+  Buffer* buffer = buffer_of(pointer, bytes);
+  if (buffer == nullptr) {
+    find("outside the tensors", site, -1, address, -1, false);
+    return false;
+  }
+  unsigned char* states =
+      buffer->states + (address - reinterpret_cast<std::uintptr_t>(buffer->begin));
+  if (const char* what = refusal(*buffer, states, bytes, write)) {
+    find(what, site, -1, address, -1, false);
+    return false;
+  }
+  if (write) std::memset(states, kWritten, bytes);
+  (write ? buffer->bytes_written : buffer->bytes_read) += bytes;
+  return true;
 }
 
 }  // namespace host

@@ -22,6 +22,8 @@ __device__ __forceinline__ uint32 opaque(uint32 value) { return value; }
 
 __device__ __forceinline__ void barrier_cta(Site site = Site::here()) { host::barrier_cta(site); }
 
+__device__ __forceinline__ void barrier_warp(Site site = Site::here()) { host::barrier_warp(site); }
+
 __device__ __forceinline__ bool any_lane(bool predicate, Site site = Site::here()) {
   host::Vote operands = {predicate, false};
   host::meet("vote.any", host::vote_any, &operands, site);
@@ -34,11 +36,19 @@ __device__ __forceinline__ float shuffle_xor(float value, int mask, Site site = 
   return operands.result;
 }
 
+__device__ __forceinline__ int shuffle_index(int value, int lane, Site site = Site::here()) {
+  host::ShuffleIndex operands = {value, 0, lane};
+  host::meet("shfl.idx", host::shuffle_index, &operands, site);
+  return operands.result;
+}
+
 __device__ __forceinline__ float exp2_approx(float x) { return host::exp2_approx(x); }
 
 __device__ __forceinline__ float log2_approx(float x) { return host::log2_approx(x); }
 
 __device__ __forceinline__ float reciprocal_approx(float x) { return host::reciprocal_approx(x); }
+
+__device__ __forceinline__ float fp16_to_float(uint16 x) { return host::from_fp16(x); }
 
 __device__ __forceinline__ uint32 pack_fp16(float low, float high) {
   return host::to_fp16(low) | static_cast<uint32>(host::to_fp16(high)) << 16;
@@ -131,6 +141,12 @@ __device__ __forceinline__ void store_shared_16(uint32 address_smem, const uint3
   host::store_shared("st.shared.16", address_smem, value, 16, site);
 }
 
+__device__ __forceinline__ void store_shared_8(uint32 address_smem, uint32 low, uint32 high,
+                                               Site site = Site::here()) {
+  const uint32 value[2] = {low, high};
+  host::store_shared("st.shared.8", address_smem, value, 8, site);
+}
+
 __device__ __forceinline__ void store_shared_4(uint32 address_smem, uint32 value,
                                                Site site = Site::here()) {
   host::store_shared("st.shared.4", address_smem, &value, 4, site);
@@ -139,6 +155,12 @@ __device__ __forceinline__ void store_shared_4(uint32 address_smem, uint32 value
 __device__ __forceinline__ void load_shared_16(uint32 (&value)[4], uint32 address_smem,
                                                Site site = Site::here()) {
   host::load_shared("ld.shared.16", value, address_smem, 16, site);
+}
+
+__device__ __forceinline__ uint32 load_shared_4(uint32 address_smem, Site site = Site::here()) {
+  uint32 value;
+  host::load_shared("ld.shared.4", &value, address_smem, 4, site);
+  return value;
 }
 
 __device__ __forceinline__ void store_global_16(void* target_gmem, const uint32 (&value)[4],

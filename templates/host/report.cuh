@@ -8,13 +8,28 @@ using uint16 = unsigned short;
 using uint32 = unsigned int;
 using uint64 = unsigned long long;
 
+/// Of a byte of a tensor.
+enum State : unsigned char {
+  kPadding,  // of no element
+  kEmpty,    // nobody wrote it
+  kHeld,     // there before the launch
+  kWritten,  // by a launch
+};
+
+/// What a launch may do with a tensor.
+enum Access : uint64 {
+  kRead,
+  kWrite,    // each byte at most once
+  kRewrite,  // any number of times
+};
+
 /// A tensor in global memory: the bytes that the kernel may touch.
 struct Buffer {
   const char* name;
   unsigned char* begin;
   uint64 size;
-  unsigned char* valid;  // [size] 1: a byte of an element, 0: padding, 2: an element, written
-  uint64 writable;       // 0: read only; 1: write only
+  unsigned char* states;  // [size] a State each
+  Access access;
   uint64 bytes_read;
   uint64 bytes_written;
 };

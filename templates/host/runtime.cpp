@@ -35,6 +35,11 @@ int block_index() { return worker->block; }
 
 void barrier_cta(Site site) { worker->barrier(site); }
 
+void barrier_warp(Site site) {
+  const auto order = [](const Meeting& meeting) { worker->order_warp(meeting.warp); };
+  worker->meet("bar.warp.sync", order, nullptr, site);
+}
+
 void meet(const char* instruction, void (*compute)(const Meeting&), void* operands, Site site) {
   worker->meet(instruction, compute, operands, site);
 }
@@ -47,7 +52,7 @@ uint32 shared_address(const void* pointer_smem) {
 void load_shared(const char* instruction, void* value, uint32 address, int bytes, Site site) {
   const uint16 index = worker->count(instruction, site);
   worker->join_group(address, bytes, index);
-  worker->read_shared(address, bytes, index, worker->current, value);
+  worker->read_shared(address, bytes, index, false, value);
 }
 
 void store_shared(const char* instruction, uint32 address, const void* value, int bytes,

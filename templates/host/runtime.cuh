@@ -41,6 +41,9 @@ int block_index();
 /// All threads of the block meet.
 void barrier_cta(Site site);
 
+/// All lanes of the warp meet; memory is ordered among them, and not with other warps.
+void barrier_warp(Site site);
+
 /// All lanes of the warp meet; the last one calls `compute`, which sees the operands of all and
 /// writes results through them.
 void meet(const char* instruction, void (*compute)(const Meeting&), void* operands, Site site);
@@ -64,6 +67,7 @@ float exp2_approx(float x);
 float log2_approx(float x);
 float reciprocal_approx(float x);
 
+float from_fp16(uint16 value);
 uint16 to_fp16(float x);
 uint16 to_bf16(float x);
 
@@ -80,6 +84,13 @@ struct Shuffle {
   int mask;
 };
 void shuffle_xor(const Meeting& meeting);
+
+struct ShuffleIndex {
+  int value;
+  int result;
+  int lane;
+};
+void shuffle_index(const Meeting& meeting);
 
 struct LoadMatrix {
   uint32* matrices;  // [4]

@@ -70,7 +70,8 @@ void Worker::run_block(int index) {
   arrived = 0;
   random = (launch.seed + 1) * 0x9e3779b97f4a7c15ull + (index + 1) * 0xd1b54a32d192ed03ull;
   random |= 1;
-  block_epoch = ++epoch;
+  order_block();
+  block_epoch = epoch;
   std::memset(shared.data(), kPoison, shared.size());
   for (Warp& warp : warps) {
     warp.waiting = warp.at_barrier = warp.ended = 0;
@@ -187,12 +188,21 @@ void Worker::barrier(Site site) {
     return;
   }
   arrived = 0;
-  ++epoch;
+  order_block();
   for (Warp& each : warps) {
     each.at_barrier = 0;
     count_groups(each);
   }
   hand_over(pick_lane(draw(static_cast<uint32>(warps.size()))));
+}
+
+/// What the warp's lanes do from now on is ordered after what they did.
+void Worker::order_warp(int warp) { warps[warp].epoch = ++barriers; }
+
+/// What the block's threads do from now on is ordered after what they did.
+void Worker::order_block() {
+  epoch = ++barriers;
+  for (Warp& warp : warps) warp.epoch = epoch;
 }
 
 void Worker::end_thread() {

@@ -13,7 +13,8 @@ inline float float_of(uint32 bits) { return __builtin_bit_cast(float, bits); }
 constexpr uint32 kInfinityBits = 0x7f800000;
 constexpr uint32 kSign = 0x80000000;
 
-inline float from_fp16(uint16 value) {
+/// cvt.f32.f16: exact.
+float from_fp16(uint16 value) {
   const uint32 magnitude = (value & 0x7fffu) << 13;
   // The product rebiases the exponent; it normalises subnormals, too.
   const uint32 finite = bits_of(float_of(magnitude) * 0x1p112f);
@@ -63,6 +64,13 @@ void shuffle_xor(const Meeting& meeting) {
   for (int lane = 0; lane < kWarpSize; ++lane) {
     Shuffle& own = meeting.lane<Shuffle>(lane);
     own.result = meeting.lane<Shuffle>((lane ^ own.mask) & (kWarpSize - 1)).value;
+  }
+}
+
+void shuffle_index(const Meeting& meeting) {
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    ShuffleIndex& own = meeting.lane<ShuffleIndex>(lane);
+    own.result = meeting.lane<ShuffleIndex>(own.lane & (kWarpSize - 1)).value;
   }
 }
 

@@ -53,23 +53,27 @@ struct Warp {
   std::vector<Group> groups;  // accesses since the warp last met
   uint32 group_count;
   uint32 next_group[kWarpSize];
-  uint32 turn;  // the lane that runs first
+  uint32 turn;   // the lane that runs first
+  uint32 epoch;  // of its last barrier, its own or the CTA's
 
   uint32 ready() const { return ~(waiting | at_barrier | ended); }
 };
 
-/// Who touched a granule of shared memory last. Epochs count the barriers of all blocks, so an
-/// epoch before the block's first means never.
+/// Who touched a granule of shared memory last, and the epoch of its warp then. Epochs count the
+/// barriers of all blocks, of warps and CTAs together: one before the block's first means never.
 struct Shadow {
   uint32 write_epoch;
   uint32 read_epoch;
   uint16 writer;  // thread; with kInFlight: a cp.async's bytes, not there yet
-  uint16 reader;  // thread; with kSeveral: not the only one in its epoch
+  uint16 reader;  // thread; with kSeveral: not the only lane in its warp's epoch; with kWarps:
+                  // other warps, too, since the CTA's barrier
   uint16 write_site;
   uint16 read_site;
 };
 constexpr uint16 kInFlight = 0x8000;
 constexpr uint16 kSeveral = 0x8000;
+constexpr uint16 kWarps = 0x4000;
+constexpr uint16 kThread = 0x3fff;
 
 struct Worker {
   explicit Worker(const Launch& launch, void (*kernel)(const void*));
@@ -90,10 +94,12 @@ struct Worker {
 
   std::vector<unsigned char> shared;
   std::vector<Shadow> shadows;
-  uint32 epoch = 0;
-  uint32 block_epoch = 0;
+  uint32 barriers = 0;     // so far, of warps and CTAs
+  uint32 epoch = 0;        // of the CTA's last barrier
+  uint32 block_epoch = 0;  // of the block's start
 
   std::vector<Buffer> buffers;
+  std::size_t last_buffer = 0;  // touched last
   std::vector<Count> counts;
   std::vector<uint16> count_slots;  // hash table: 1 + index in counts
   std::vector<Finding> findings;
@@ -106,18 +112,23 @@ struct Worker {
   int next_thread();
   void meet(const char* instruction, void (*compute)(const Meeting&), void* operands, Site site);
   void barrier(Site site);
+  void order_warp(int warp);
+  void order_block();
   void end_thread();
   uint32 draw(uint32 below);
 
   // Memory.
   bool within_shared(uint32 address, int bytes, uint16 site);
-  void read_shared(uint32 address, int bytes, uint16 site, int reader, void* value);
+  bool ordered(uint32 then, int thread) const;
+  void note_reader(Shadow& shadow, bool whole_warp) const;
+  void read_shared(uint32 address, int bytes, uint16 site, bool whole_warp, void* value);
   void write_shared(uint32 address, int bytes, uint16 site, bool in_flight);
   void load_shared_rows(const Meeting& meeting, const uint32 (&addresses)[kWarpSize],
                         uint16 (&rows)[kWarpSize][8]);
   void copy_async(uint32 address, int bytes, const void* source, int source_bytes, uint16 site);
   void land_copies(int pending);
   bool aligned(const void* pointer, int bytes, uint16 site);
+  Buffer* buffer_of(const void* pointer, int bytes);
   bool touch_global(const void* pointer, int bytes, bool write, uint16 site);
 
   // Counts and findings.

@@ -6,7 +6,7 @@
 // then cover all 32 banks, for ldmatrix and for the copies.
 #pragma once
 
-#include "ptx.cuh"
+#include "pages.cuh"
 
 constexpr int kChunkBytes = 16;
 constexpr int kChunkElements = kChunkBytes / kElementBytes;
@@ -41,8 +41,8 @@ struct SharedTile {
 };
 
 using QueryTile = SharedTile<kBlockM, kHeadDimPadded>;
-using KeyTile = SharedTile<kBlockN, kHeadDimPadded>;
-using ValueTile = SharedTile<kBlockN, kHeadDimVPadded>;
+using KeyTile = SharedTile<kWarpKeys, kHeadDimPadded>;  // of the keys that a warp multiplies
+using ValueTile = SharedTile<kWarpKeys, kHeadDimVPadded>;
 using OutputStage = SharedTile<kBlockM, kHeadDimVPadded>;
 
 /// A chunk to shared memory element by element, zero from `bytes` on.
@@ -95,17 +95,17 @@ __device__ __forceinline__ void copy_chunk_async(uint32 target_smem, const Eleme
   }
 }
 
-/// What one thread moves between a global matrix (rows `row_stride` elements apart, kDim columns)
-/// and a tile: in every slab the same chunk of the rows row, row + kRowStep, ... so that
-/// neighbouring threads touch neighbouring chunks.
-template <class Tile, int kTileRows, int kDim>
+/// What one of kCopyThreads threads moves between a global matrix (rows `row_stride` elements
+/// apart, kDim columns) and a tile: in every slab the same chunk of the rows row, row + kRowStep,
+/// ... so that neighbouring threads touch neighbouring chunks.
+template <class Tile, int kTileRows, int kDim, int kCopyThreads = kThreads>
 struct ThreadCopy {
-  static constexpr int kRowStep = kThreads / Tile::kSlabChunks;
+  static constexpr int kRowStep = kCopyThreads / Tile::kSlabChunks;
   static constexpr int kPasses = (kTileRows + kRowStep - 1) / kRowStep;
-  static constexpr bool kRagged = kTileRows % kRowStep != 0;
+  static constexpr bool kPartialPass = kTileRows % kRowStep != 0;
   // Narrow loads make long code: unrolled, an odd head_dim would take seconds to compile.
   static constexpr int kPassUnroll = kLoadBytes == kChunkBytes ? kPasses : 1;
-  static_assert(kRowStep % 8 == 0, "the swizzle of a thread's chunk is the same in all its rows");
+  static_assert(kRowStep % 4 == 0, "the swizzle of a thread's chunk is the same in all its rows");
 
   int row;
   int chunk;
@@ -118,7 +118,9 @@ struct ThreadCopy {
 
   /// Byte offset of the thread's chunk of slab `slab` in pass `pass`.
   __device__ __forceinline__ uint32 tile_offset(int slab, int pass) const {
-    return offset + slab * Tile::kSlabBytes + pass * kRowStep * Tile::kPitch;
+    // A swizzle repeats every 8 rows; 4 rows down it differs in one bit of the chunk.
+    const uint32 swizzle = kRowStep % 8 == 4 && pass % 2 == 1 ? 4 * kChunkBytes : 0;
+    return (offset ^ swizzle) + slab * Tile::kSlabBytes + pass * kRowStep * Tile::kPitch;
   }
 
   /// Bytes of the thread's chunk in slab `slab` that lie before column kDim.
@@ -133,32 +135,70 @@ struct ThreadCopy {
     return matrix_gmem + row * row_stride + chunk * kChunkElements;
   }
 
-  /// Starts copying the tile whose first chunk for this thread is `source_gmem`. Columns from kDim
-  /// up to the next multiple of 16 become zero, and so do rows from `rows` on where kCheckRows.
+  /// Starts copying a row whose chunk for this thread is `source_gmem`. Columns from kDim up to the
+  /// next multiple of 16 become zero, and so does a row that is not valid where kCheckRow.
+  template <bool kCheckRow>
+  __device__ __forceinline__ void load_row_async(uint32 tile_smem, int pass,
+                                                 const Element* source_gmem, bool valid) const {
+#pragma unroll
+    for (int slab = 0; slab < Tile::kSlabs; ++slab) {
+      const uint32 target = tile_smem + tile_offset(slab, pass);
+      const Element* source = source_gmem + slab * Tile::kSlabColumns;
+      const bool whole = (slab + 1) * Tile::kSlabColumns <= kDim;
+      if (whole && !kCheckRow) {
+        copy_chunk_async<true>(target, source, kChunkBytes);
+      } else if (whole ||
+                 slab * Tile::kSlabColumns + chunk * kChunkElements < (kDim + 15) / 16 * 16) {
+        copy_chunk_async<false>(target, source, !kCheckRow || valid ? valid_bytes(slab) : 0);
+      }
+    }
+  }
+
+  /// Starts copying the tile whose first chunk for this thread is `source_gmem`; where kCheckRows,
+  /// rows from `rows` on become zero.
   template <bool kCheckRows>
   __device__ __forceinline__ void load_async(uint32 tile_smem, const Element* source_gmem,
                                              int64 row_stride, int rows) const {
 #pragma unroll kPassUnroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int tile_row = row + pass * kRowStep;
-      if (kRagged && tile_row >= kTileRows) break;
-      const bool row_valid = !kCheckRows || tile_row < rows;
-#pragma unroll
-      for (int slab = 0; slab < Tile::kSlabs; ++slab) {
-        const uint32 target = tile_smem + tile_offset(slab, pass);
-        const Element* source = source_gmem + slab * Tile::kSlabColumns;
-        const bool whole = (slab + 1) * Tile::kSlabColumns <= kDim;
-        if (whole && !kCheckRows) {
-          copy_chunk_async<true>(target, source, kChunkBytes);
-        } else if (whole ||
-                   slab * Tile::kSlabColumns + chunk * kChunkElements < (kDim + 15) / 16 * 16) {
-          copy_chunk_async<false>(target, source, row_valid ? valid_bytes(slab) : 0);
-        }
-      }
+      if (kPartialPass && tile_row >= kTileRows) break;
+      load_row_async<kCheckRows>(tile_smem, pass, source_gmem, tile_row < rows);
       source_gmem += kRowStep * row_stride;
     }
   }
+
+  /// Starts copying a tile of paged rows, the first of them in slot `slot`, of a head whose first
+  /// element in page 0 is `head_gmem`. Rows from `rows` on, and those of no page, become zero.
+  __device__ __forceinline__ void load_paged_async(uint32 tile_smem, const Element* head_gmem,
+                                                   const Strides& strides, const Pages& pages,
+                                                   int slot, int rows) const {
+#pragma unroll kPassUnroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int tile_row = row + pass * kRowStep;
+      if (kPartialPass && tile_row >= kTileRows) break;
+      const int page = tile_row < rows ? pages.page_of(slot + tile_row) : -1;
+      const int64 offset = pages.row_offset(page, slot + tile_row, strides);
+      load_row_async<true>(tile_smem, pass, head_gmem + offset + chunk * kChunkElements,
+                           pages.exists(page));
+    }
+  }
 };
+
+/// Closes the thread's group of copies.
+__device__ __forceinline__ void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kIsa >= 80) cp_async_commit();
+#endif
+}
+
+/// Waits until at most kPending of the thread's groups are in flight.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kIsa >= 80) cp_async_wait<kPending>();
+#endif
+}
 
 /// A chunk from registers to global memory, its first `bytes` bytes, in stores as wide as o's rows
 /// allow.

@@ -8,15 +8,7 @@
 // leaves the registers.
 #pragma once
 
-#include "ptx.cuh"
-
-/// Two floats as packed elements, `low` in the low half.
-__device__ __forceinline__ uint32 pack_elements(float low, float high) {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (kDType == DType::bf16) return pack_bf16(low, high);
-#endif
-  return pack_fp16(low, high);
-}
+#include "element.cuh"
 
 /// d += a b for one 16x8 tile over 16 of the inner dimension.
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32 (&a)[4], uint32 b0,

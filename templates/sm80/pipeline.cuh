@@ -8,54 +8,41 @@
 #include "block.cuh"
 #include "sm80/copy.cuh"
 
-/// Closes the thread's group of copies.
-__device__ __forceinline__ void commit_copies() {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (kIsa >= 80) cp_async_commit();
-#endif
-}
-
-/// Waits until at most kPending of the thread's groups are in flight.
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (kIsa >= 80) cp_async_wait<kPending>();
-#endif
-}
-
 struct KeyValuePipeline {
   using KeyCopy = ThreadCopy<KeyTile, kBlockN, kHeadDim>;
   using ValueCopy = ThreadCopy<ValueTile, kBlockN, kHeadDimV>;
 
   const Params& params;
+  const Block& block;
   KeyCopy k_copy;
   ValueCopy v_copy;
-  const Element* k_gmem;  // this thread's first chunk of the next K tile to load
-  const Element* v_gmem;
-  int n_begin;  // the key tiles
-  int n_end;
+  const Element*
+      k_gmem;  // this thread's first chunk of the next K tile to load; kPaged: the head's
+  const Element* v_gmem;  // first element
   uint32 stage_smem;      // the stage at hand: its K tile, then its V tile
   uint32 all_stages_sum;  // of the addresses of both stages
 
   static constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
+  static constexpr int kStartGroups = 1;  // groups of copies that `start` closes
 
   /// The keys and values of a block, from its last tile on; the stages start at `smem`.
   __device__ __forceinline__ KeyValuePipeline(const Params& params, const Block& block, uint32 smem,
                                               int thread)
       : params(params),
+        block(block),
         k_copy(thread),
         v_copy(thread),
-        n_begin(block.n_begin),
-        n_end(block.n_end),
         stage_smem(smem),
         all_stages_sum(2 * smem + kStageBytes) {
-    const int64 first_key = static_cast<int64>(block.n_end - 1) * kBlockN;
     const Strides& k = params.k_strides;
     const Strides& v = params.v_strides;
-    k_gmem = k_copy.first_chunk(
-        params.k + block.batch * k.batch + block.head_k * k.head + first_key * k.row, k.row);
-    v_gmem = v_copy.first_chunk(
-        params.v + block.batch * v.batch + block.head_k * v.head + first_key * v.row, v.row);
+    k_gmem = params.k + block.head_k * k.head;
+    v_gmem = params.v + block.head_k * v.head;
+    if constexpr (!kPaged) {
+      const int64 first_key = static_cast<int64>(block.n_end - 1) * kBlockN + block.k_begin;
+      k_gmem = k_copy.first_chunk(k_gmem + block.k_batch * k.batch + first_key * k.row, k.row);
+      v_gmem = v_copy.first_chunk(v_gmem + block.k_batch * v.batch + first_key * v.row, v.row);
+    }
   }
 
   /// The K tile at hand.
@@ -69,25 +56,37 @@ struct KeyValuePipeline {
     return kStages == 2 ? all_stages_sum - stage_smem : stage_smem;
   }
 
-  /// Only the first tile that is loaded, the last of the keys, can be ragged. Its missing rows of V
-  /// become zero: P is zero there, but zero times a stray NaN is NaN.
+  /// Starts loading K tile n, the one before the last tile that was loaded. Only the first tile
+  /// that is loaded, the last of the keys, can be ragged. Its missing rows of V become zero: P is
+  /// zero there, but zero times a stray NaN is NaN.
   template <bool kCheckRows>
-  __device__ __forceinline__ void load_k(uint32 stage, int rows) {
-    k_copy.load_async<kCheckRows>(stage, k_gmem, params.k_strides.row, rows);
-    k_gmem -= kBlockN * params.k_strides.row;
+  __device__ __forceinline__ void load_k(uint32 stage, int n) {
+    const int rows = block.seqlen_k - n * kBlockN;
+    if constexpr (kPaged) {
+      k_copy.load_paged_async(stage, k_gmem, params.k_strides, Pages(params, block.batch),
+                              block.k_begin + n * kBlockN, rows);
+    } else {
+      k_copy.load_async<kCheckRows>(stage, k_gmem, params.k_strides.row, rows);
+      k_gmem -= kBlockN * params.k_strides.row;
+    }
   }
 
   template <bool kCheckRows>
-  __device__ __forceinline__ void load_v(uint32 stage, int rows) {
-    v_copy.load_async<kCheckRows>(stage + KeyTile::kBytes, v_gmem, params.v_strides.row, rows);
-    v_gmem -= kBlockN * params.v_strides.row;
+  __device__ __forceinline__ void load_v(uint32 stage, int n) {
+    const int rows = block.seqlen_k - n * kBlockN;
+    if constexpr (kPaged) {
+      v_copy.load_paged_async(stage + KeyTile::kBytes, v_gmem, params.v_strides,
+                              Pages(params, block.batch), block.k_begin + n * kBlockN, rows);
+    } else {
+      v_copy.load_async<kCheckRows>(stage + KeyTile::kBytes, v_gmem, params.v_strides.row, rows);
+      v_gmem -= kBlockN * params.v_strides.row;
+    }
   }
 
   /// Starts the flow with the last tile.
   __device__ __forceinline__ void start(int n) {
-    const int rows = params.seqlen_k - n * kBlockN;
-    load_k<!kEvenN>(stage_smem, rows);
-    load_v<!kEvenN>(stage_smem, rows);
+    load_k<!kEvenN>(stage_smem, n);
+    load_v<!kEvenN>(stage_smem, n);
     commit_copies();
   }
 
@@ -99,12 +98,12 @@ struct KeyValuePipeline {
     wait_copies<0>();
     barrier_cta();
     if constexpr (kStages == 1) {
-      if (n + 1 < n_end) {
-        load_v<false>(next_stage(), kBlockN);
+      if (n + 1 < block.n_end) {
+        load_v<false>(next_stage(), n);
         commit_copies();
       }
-    } else if (n > n_begin) {
-      load_k<false>(next_stage(), kBlockN);
+    } else if (n > block.n_begin) {
+      load_k<false>(next_stage(), n - 1);
     }
   }
 
@@ -115,12 +114,12 @@ struct KeyValuePipeline {
       // takes.
       wait_copies<0>();
       barrier_cta();
-      if (n > n_begin) {
-        load_k<false>(next_stage(), kBlockN);
+      if (n > block.n_begin) {
+        load_k<false>(next_stage(), n - 1);
         commit_copies();
       }
-    } else if (n > n_begin) {
-      load_v<false>(next_stage(), kBlockN);
+    } else if (n > block.n_begin) {
+      load_v<false>(next_stage(), n - 1);
       commit_copies();
     }
   }

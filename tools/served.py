@@ -1,0 +1,131 @@
+"""Calls to serve, and the kernels that serve them on an architecture: what `rtflash generate` compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from rtflash import device, select
+from rtflash.problem import Problem
+from rtflash.spec import AnySpec
+
+# Query and key lengths that every tile divides, and that none does.
+LENGTHS: dict[str, list[tuple[int, int]]] = {
+    "even": [(8192, 8192)],
+    "odd": [(8191, 8191)],
+    "all": [(sq, sk) for sq in (8192, 8191) for sk in (8192, 8191)],
+}
+FEATURES = ("softcap", "alibi")
+PAGE_SIZE = 16  # no variant knows it
+WINDOWS = {"full": (-1, -1), "causal": (-1, 0), "window": (1024, 0)}
+
+
+class Variant(NamedTuple):
+    """A kernel for an architecture."""
+
+    spec: AnySpec
+    arch: str
+
+
+class Inference(NamedTuple):
+    """Calls of inference beside the dense ones; the words are those of rtflash.warmup.
+
+    Attributes
+    ----------
+    varlen : flash_attn_varlen_func.
+    decode : flash_attn_with_kvcache, with lengths in a tensor or not, and dense calls with few queries.
+    paged : those two with a block table.
+    append, rotary : flash_attn_with_kvcache with k and v, and rotary tables: one of ROTARIES.
+    """
+
+    varlen: bool = False
+    decode: bool = False
+    paged: bool = False
+    append: bool = False
+    rotary: str = "none"
+
+
+def problems(
+    dtypes: Sequence[str],
+    head_dims: Sequence[tuple[int, int]],
+    masks: Sequence[str],
+    features: Sequence[frozenset[str]],
+    lengths: Sequence[tuple[int, int]],
+) -> Iterator[Problem]:
+    """One representative call per combination.
+
+    Parameters
+    ----------
+    dtypes : "fp16", "bf16".
+    head_dims : (head_dim, head_dim_v).
+    masks : keys of WINDOWS.
+    features : sets out of "softcap", "alibi".
+    lengths : (seqlen_q, seqlen_k).
+    """
+    for dtype, (d, dv), mask, extra, (sq, sk) in itertools.product(
+        dtypes, head_dims, masks, features, lengths
+    ):
+        left, right = WINDOWS[mask]
+        yield Problem(
+            batch=4,
+            seqlen_q=sq,
+            seqlen_k=sk,
+            heads=32,
+            heads_k=8,
+            head_dim=d,
+            head_dim_v=dv,
+            dtype=dtype,
+            softmax_scale=d**-0.5,
+            window_left=left,
+            window_right=right,
+            softcap=30.0 if "softcap" in extra else 0.0,
+            alibi="alibi" in extra,
+            align=16,
+        )
+
+
+def inference_problems(dense: Problem, wanted: Inference) -> Iterator[Problem]:
+    """Calls whose `select.every_variant` are all that inference can need beside a dense call."""
+    placed = dataclasses.replace(dense, ragged=True, page_size=PAGE_SIZE if wanted.paged else 0)
+    if wanted.varlen:
+        yield placed
+    if wanted.decode:
+        yield dense
+        # A single query has no right bound: it would hide nothing.
+        one = dataclasses.replace(placed, seqlen_q=1, window_right=-1)
+        for call in (placed, one):
+            new = call.seqlen_q if wanted.append else 0
+            yield dataclasses.replace(call, seqlen_new=new, rotary=wanted.rotary)
+
+
+def variants(
+    archs: Iterable[str], calls: Iterable[Problem], wanted: Inference | None = None
+) -> tuple[list[Variant], list[str]]:
+    """The distinct kernels that serve the calls, and why some calls have none.
+
+    `wanted`: calls of inference beside each of the dense ones.
+
+    Raises
+    ------
+    ValueError
+        An architecture is unknown.
+    """
+    devices = {arch: device.for_arch(arch) for arch in archs}
+    found: dict[Variant, None] = {}
+    refused: dict[str, None] = {}
+    for arch, call in itertools.product(devices, list(calls)):
+        try:
+            specs: list[AnySpec] = [select.forward(call, devices[arch])[0]]
+            for other in inference_problems(call, wanted or Inference()):
+                specs += select.every_variant(other, devices[arch])
+            found.update(dict.fromkeys(Variant(spec, arch) for spec in specs))
+        except (ValueError, TypeError, NotImplementedError) as error:
+            refused[f"{arch}: {error}"] = None
+    return list(found), list(refused)
+
+
+def table_variants(archs: Iterable[str]) -> list[Variant]:
+    """Every kernel that the shipped tile table makes on the architectures."""
+    return [Variant(s, arch) for arch in archs for s in select.table_specs(device.for_arch(arch))]
