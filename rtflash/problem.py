@@ -298,7 +298,9 @@ def varlen(
     total_q, rows = tensors.q.shape[0], room(tensors)
     if batch == 0 and total_q > 0:
         name = names.get("cu_seqlens_q", "cu_seqlens_q")
-        reasons.append(f"{name} has shape (1,), no sequence, and there are {total_q} rows of queries")
+        reasons.append(
+            f"{name} has shape (1,), no sequence, and there are {total_q} rows of queries"
+        )
     # No sequence is longer than the tensor that holds it, whatever bound the caller knows. Rows of no sequence are
     # still to be cleared.
     seqlen_q, seqlen_k = min(max(max_seqlen_q, 1), total_q), min(max_seqlen_k, rows)

@@ -26,7 +26,7 @@ LEAST_KEYS = 256
 # many keys (H200: batch 16 of random lengths 5 % faster, 8 times 32k 18 %; equal lengths cost up to 7 %).
 RAGGED_WAVES = 4
 RAGGED_KEYS = 2048
-# Tiles of packed rows are smaller, and slower where they have as many rows to fill.
+# Tiles of packed rows are smaller, and slower where as many of their rows are filled.
 PACKED_SPEED = 0.75
 
 
@@ -278,6 +278,8 @@ def table_of(problem: Problem, device: Device) -> Table:
     if rows <= SOME_ROWS or problem.page_size or problem.rotary != "none":
         return SOME
     main, packed = (variant(problem, device, table) for table in (TILES, SOME))
+    if problem.seqlen_q >= main.block_m:
+        return TILES
     better = filled(problem.seqlen_q, main) < PACKED_SPEED * filled(rows, packed)
     return SOME if better else TILES
 

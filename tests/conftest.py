@@ -101,6 +101,15 @@ def on_all_cores(compile_one: Callable[[AnySpec], object], specs: list[AnySpec])
 
 
 @pytest.fixture
+def torch(compiled_ahead: int) -> Any:
+    """PyTorch with CUDA."""
+    module = pytest.importorskip("torch")
+    if not module.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    return module
+
+
+@pytest.fixture
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """The backend named by the test's parameter; host arrays go through the emulated kernels if it is `emulated`."""
     made = make_backend(request.param)

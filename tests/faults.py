@@ -19,17 +19,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import inference_calls
 import numpy as np
 from calls import Call, solved
 from compare import check, check_lse
-from layouts import embed, encode
+from inference_calls import CacheCall, Inputs, VarlenCall, dtype_of, hold
+from layouts import decode, embed, encode
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from schedule import check_traffic
 
-from rtflash import emulate, problem, render
+from rtflash import emulate, inference, problem, render
 from rtflash.build import CompileError
-from rtflash.problem import Problem
+from rtflash.problem import Problem, Tensors
 from rtflash.report import EmulationError
 from rtflash.select import Tile
 from rtflash.spec import Spec
@@ -68,13 +70,48 @@ class Probe:
         )
 
 
+@dataclass(frozen=True)
+class SequenceProbe:
+    """A call on packed sequences or on a cache, with the query heads of a key head packed.
+
+    `splits` of the keys, more than one, make partial results and merge them. With `malformed`, the first sequence's
+    new keys have no page, and the last one of the last sequence has no slot.
+    """
+
+    call: VarlenCall | CacheCall
+    tile: Tile
+    splits: int = 1
+    malformed: bool = False
+
+    def spec(self, described: Problem) -> Spec:
+        """The variant."""
+        p = described
+        return Spec(
+            dtype=p.dtype,
+            head_dim=p.head_dim,
+            head_dim_v=p.head_dim_v,
+            mask=p.mask,
+            alibi=p.alibi,
+            prescale=p.alibi,
+            align=p.align,
+            pack_gqa=True,
+            split=self.splits > 1,
+            ragged=p.ragged,
+            paged=p.page_size > 0,
+            rotary=p.rotary,
+            **self.tile._asdict(),
+        )
+
+
 TWO_STAGES = Tile(128, 64, 4, 2, q_in_regs=True)
 ONE_STAGE = Tile(128, 64, 4, 1)
 PADDED = ("padded", "bhsd", "every2")
+RING = Tile(16, 64, 4, 2, True, key_warps=4)
+ROWS = Tile(64, 64, 4, 2)
 ONE = {"heads": 1, "heads_k": 1, "batch": 1}
 # Lengths put limits of masks at the edges of tiles: 192 - 130 = 62 is one less than a tile's last
 # key, and the window of 60 to its left starts one key after a tile's first.
-PROBES = {
+PROBES: dict[str, Probe | SequenceProbe] = {
     "causal": Probe(Call(130, 192, heads_k=1, causal=True, layouts=PADDED), TWO_STAGES),
     "square": Probe(Call(256, 256, causal=True, **ONE), TWO_STAGES),
     "blind": Probe(Call(150, 65, causal=True, **ONE), TWO_STAGES),
@@ -107,6 +144,78 @@ PROBES = {
     "wide cap": Probe(Call(70, 130, softcap=50.0, magnitude=3.0, **ONE), TWO_STAGES),
     "no cap": Probe(Call(70, 130, softcap=2.0**60, magnitude=3.0, **ONE), TWO_STAGES),
     "peaked": Probe(Call(128, 256, magnitude=8.0, head_dim=128, **ONE), Tile(128, 64, 4, 2)),
+    # Five, none and three tiles of a ring of two.
+    "ring": SequenceProbe(
+        CacheCall(
+            heads=6,
+            head_dim_v=72,
+            seqlen_q=2,
+            lengths=(310, 7, 150),
+            capacity=310,
+            leftpad=(9, 7, 0),
+            rows=5,
+            batch_idx=(3, 0, 4),
+        ),
+        RING,
+    ),
+    # Pages of a size that is no power of two; the last key of the second sequence is in the last slot.
+    "pages": SequenceProbe(
+        CacheCall(
+            head_dim_v=40,
+            seqlen_q=2,
+            lengths=(129, 318, 0),
+            capacity=320,
+            page_size=20,
+            leftpad=(23, 0, 0),
+            seqlen_new=2,
+            rotary="halves",
+            rotary_dim=32,
+        ),
+        RING,
+    ),
+    "malformed": SequenceProbe(
+        CacheCall(lengths=(7, 38), batch=2, capacity=40, page_size=20, seqlen_new=2),
+        RING,
+        malformed=True,
+    ),
+    # Parts of two tiles and of one, and parts and sequences without a key.
+    "parts": SequenceProbe(
+        VarlenCall(
+            heads=6,
+            head_dim_v=72,
+            causal=True,
+            lengths_q=(20, 1, 30),
+            lengths_k=(270, 0, 40),
+            tail=3,
+        ),
+        ROWS,
+        splits=3,
+    ),
+    "parts of pages": SequenceProbe(
+        CacheCall(
+            seqlen_q=2,
+            lengths=(129, 280, 0),
+            capacity=300,
+            page_size=20,
+            rotary="interleaved",
+            seqlen_new=1,
+        ),
+        RING,
+        splits=3,
+    ),
+    # The last sequence writes rows behind it that are more than its tiles have.
+    "packed": SequenceProbe(
+        VarlenCall(
+            heads=6,
+            alibi="batch",
+            lengths_q=(40, 3, 33),
+            lengths_k=(70, 65, 64),
+            used_q=(21, 3, 30),
+            used_k=(70, 64, 10),
+            tail=50,
+        ),
+        ROWS,
+    ),
 }
 
 
@@ -127,15 +236,17 @@ class Fault:
 
 KERNEL, PIPELINE, COPY = "forward_sm80.cu", "sm80/pipeline.cuh", "sm80/copy.cuh"
 SOFTMAX, MASK, EPILOGUE, BLOCK = "softmax.cuh", "mask.cuh", "epilogue.cuh", "block.cuh"
+RING_FLOW, EPILOGUE_KEYS, OUTPUT = "sm80/ring.cuh", "epilogue_keys.cuh", "output.cuh"
+COMBINE, APPEND, ROTARY, PAGES = "combine.cu", "append.cu", "rotary.cuh", "pages.cuh"
 WAIT_K = """    wait_copies<0>();
     barrier_cta();
     if constexpr (kStages == 1) {"""
 WAIT_V = """      wait_copies<0>();
       barrier_cta();
-      if (n > n_begin) {"""
-WAIT_Q = "      wait_copies<1>();"
-NEXT_V = """    } else if (n > n_begin) {
-      load_v<false>(next_stage(), kBlockN);
+      if (n > block.n_begin) {"""
+WAIT_Q = "wait_copies<KeyValuePipeline::kStartGroups>();"
+NEXT_V = """    } else if (n > block.n_begin) {
+      load_v<false>(next_stage(), n - 1);
       commit_copies();"""
 
 FAULTS = (
@@ -170,25 +281,25 @@ FAULTS = (
     Fault(
         "K of the wrong batch stride",
         PIPELINE,
-        "block.batch * k.batch",
-        "block.batch * v.batch",
+        "block.k_batch * k.batch",
+        "block.k_batch * v.batch",
         "causal",
     ),
     Fault(
         "ragged V rows not checked",
         PIPELINE,
-        "load_v<!kEvenN>(stage_smem, rows)",
-        "load_v<false>(stage_smem, rows)",
+        "load_v<!kEvenN>(stage_smem, n)",
+        "load_v<false>(stage_smem, n)",
         "window",
     ),
     Fault(
         "first tile one key late",
         PIPELINE,
-        "(block.n_end - 1) * kBlockN;",
-        "(block.n_end - 1) * kBlockN + 1;",
+        "(block.n_end - 1) * kBlockN + block.k_begin;",
+        "(block.n_end - 1) * kBlockN + block.k_begin + 1;",
         "even",
     ),
-    Fault("Q waits for a group too few", KERNEL, WAIT_Q, WAIT_Q.replace("<1>", "<2>"), "causal"),
+    Fault("Q waits for a group too few", KERNEL, WAIT_Q, WAIT_Q.replace(">", " + 1>"), "causal"),
     Fault(
         "O not zero at first",
         KERNEL,
@@ -201,7 +312,7 @@ FAULTS = (
     Fault(
         "no barrier after Q",
         KERNEL,
-        "      barrier_cta();     // every",
+        "      barrier_cta();                                  // every",
         "      // every",
         "causal",
     ),
@@ -273,33 +384,37 @@ FAULTS = (
     Fault(
         "causal limit one key early",
         MASK,
-        "row_end = first_row + shift + right + 1 - first_column",
-        "row_end = first_row + shift + right - first_column",
+        "row_end[r] = own + right + 1;",
+        "row_end[r] = own + right;",
         "causal",
     ),
     Fault(
         "window's left end one key late",
         MASK,
-        "row_begin = first_row + shift - params.window_left - first_column",
-        "row_begin = first_row + shift - params.window_left + 1 - first_column",
+        "row_begin[r] = own - params.window_left;",
+        "row_begin[r] = own - params.window_left + 1;",
         "window",
     ),
     Fault(
         "cut to the right found a key late",
         MASK,
-        "shift + right + 1);",
-        "shift + right + 2);",
+        "first + right + 1);",
+        "first + right + 2);",
         "causal",
     ),
     Fault(
         "cut to the left found a key late",
         MASK,
-        "+ shift - params.window_left;\n    end",
-        "+ shift - params.window_left - 1;\n    end",
+        "cut_left = last - params.window_left;",
+        "cut_left = last - params.window_left - 1;",
         "left window",
     ),
     Fault(
-        "keys past the end seen", MASK, ": min(end, row_end + row);", ": row_end + row;", "window"
+        "keys past the end seen",
+        MASK,
+        ": min(end, row_end[own] + row);",
+        ": row_end[own] + row;",
+        "window",
     ),
     Fault(
         "ragged last tile not cut",
@@ -325,8 +440,8 @@ FAULTS = (
     Fault(
         "tiles before the keys",
         BLOCK,
-        "max(block.m_begin + shift - params.window_left, 0) / kBlockN",
-        "(block.m_begin + shift - params.window_left) / kBlockN",
+        "max(first + shift - params.window_left, 0) / kBlockN",
+        "(first + shift - params.window_left) / kBlockN",
         "early window",
     ),
     Fault(
@@ -339,15 +454,15 @@ FAULTS = (
     Fault(
         "last section not clipped",
         BLOCK,
-        "min(params.section, params.head_batches - section * params.section)",
+        "min(params.section, params.pairs - section * params.section)",
         "params.section",
         "even",
     ),
     Fault(
         "key heads dealt in turn",
         BLOCK,
-        "block.head / params.group",
-        "block.head % params.group",
+        "kPackGqa ? head : head / params.group",
+        "kPackGqa ? head : head % params.group",
         "features",
     ),
     Fault("sums not rescaled", SOFTMAX, "row_sum[r] *= factor;", "", "peaked"),
@@ -387,14 +502,14 @@ FAULTS = (
     Fault(
         "no barrier before O is staged",
         EPILOGUE,
-        "overwrites.\n  barrier_cta();",
+        "overwrites.\n    barrier_cta();",
         "overwrites.\n",
         "even",
     ),
     Fault(
         "no barrier after O is staged",
         EPILOGUE,
-        "wrote them.\n  barrier_cta();",
+        "wrote them.\n    barrier_cta();",
         "wrote them.\n",
         "even",
     ),
@@ -408,17 +523,17 @@ FAULTS = (
     ),
     Fault(
         "LSE of the key head",
-        EPILOGUE,
-        "* params.heads + block.head;",
-        "* params.heads + block.head_k;",
+        OUTPUT,
+        "head * params.lse_head_stride",
+        "block.head_k * params.lse_head_stride",
         "causal",
     ),
-    Fault("ragged rows of O stored", EPILOGUE, "if (!kEvenM && row >= rows) break;", "", "causal"),
+    Fault("ragged rows of O stored", EPILOGUE, "if (!place.inside(block)) break;", "", "causal"),
     Fault(
         "ragged rows of the LSE stored",
         EPILOGUE,
-        "if (kEvenM || row < rows)",
-        "if (true)",
+        "if (place.inside(block)) store_lse(",
+        "store_lse(",
         "causal",
     ),
     Fault(
@@ -445,7 +560,7 @@ FAULTS = (
         "static_cast<float>(distance)",
         "features",
     ),
-    Fault("ALiBi's rows", "score.cuh", "8 * (i / 2) - 8 * j", "8 * (i % 2) - 8 * j", "features"),
+    Fault("ALiBi's rows", "score.cuh", "r = 2 * m + i / 2;", "r = 2 * m + i % 2;", "features"),
     Fault(
         "half of the inner dimension",
         "sm80/mma.cuh",
@@ -455,10 +570,281 @@ FAULTS = (
     ),
     Fault(
         "fp16 for bf16",
-        "sm80/mma.cuh",
+        "element.cuh",
         "return pack_bf16(low, high);",
         "return pack_fp16(low, high);",
         "window",
+    ),
+    Fault(
+        "no barrier before a stage is filled again",
+        RING_FLOW,
+        "    barrier_warp();\n    load_next();",
+        "    load_next();",
+        "ring",
+    ),
+    Fault(
+        "no barrier after a lane's own copies",
+        RING_FLOW,
+        "others visible.\n    barrier_warp();",
+        "others visible.\n",
+        "ring",
+    ),
+    Fault(
+        "no barrier in a ring of pages",
+        RING_FLOW,
+        "others visible.\n    barrier_warp();",
+        "others visible.\n",
+        "pages",
+    ),
+    Fault(
+        "a ring waits for a group too few",
+        RING_FLOW,
+        "    wait_copies<kStages - 1>();",
+        "    wait_copies<kStages>();",
+        "ring",
+    ),
+    Fault(
+        "a ring never wraps",
+        RING_FLOW,
+        "stage + kStageBytes == kRingBytes ? 0 : stage + kStageBytes",
+        "stage + kStageBytes",
+        "ring",
+    ),
+    Fault(
+        "a ring's group not committed",
+        RING_FLOW,
+        "    }\n    commit_copies();",
+        "    }",
+        "parts of pages",
+    ),
+    Fault(
+        "every warp takes the first keys",
+        RING_FLOW,
+        "warp_key(thread / 32 * kWarpKeys)",
+        "warp_key(0)",
+        "ring",
+    ),
+    Fault(
+        "all warps share a ring", RING_FLOW, "thread / 32 * kRingBytes", "0 * kRingBytes", "ring"
+    ),
+    Fault(
+        "page of the next lane",
+        RING_FLOW,
+        "shuffle_index(page, row)",
+        "shuffle_index(page, row + 1)",
+        "pages",
+    ),
+    Fault(
+        "pages before the left padding",
+        RING_FLOW,
+        "page_of(block.k_begin + key)",
+        "page_of(key)",
+        "pages",
+    ),
+    Fault(
+        "keys of the left padding",
+        RING_FLOW,
+        "kBlockN + warp_key + block.k_begin;",
+        "kBlockN + warp_key;",
+        "ring",
+    ),
+    Fault(
+        "pages past the keys looked up",
+        RING_FLOW,
+        "lane < kWarpKeys && key < block.seqlen_k",
+        "lane < kWarpKeys",
+        "pages",
+    ),
+    Fault(
+        "a ring's rows of V not checked",
+        RING_FLOW,
+        "v_copy.load_async<true>(v_smem",
+        "v_copy.load_async<false>(v_smem",
+        "ring",
+    ),
+    Fault(
+        "longer parts do not move the next",
+        BLOCK,
+        "block.split * part + min(block.split, longer);",
+        "block.split * part;",
+        "parts",
+    ),
+    Fault("no part is longer", BLOCK, "+ part + (block.split < longer ? 1 : 0)", "+ part", "parts"),
+    Fault(
+        "new keys not counted",
+        BLOCK,
+        "load_int(given.seqused_k, b) + params.seqlen_new",
+        "load_int(given.seqused_k, b)",
+        "pages",
+    ),
+    Fault("left padding counted", BLOCK, "    block.seqlen_k -= pad;\n", "", "ring"),
+    Fault(
+        "rows behind the last sequence left",
+        BLOCK,
+        "(last ? params.total_q : end) - begin",
+        "end - begin",
+        "packed",
+    ),
+    Fault(
+        "every query counts",
+        BLOCK,
+        "min(max(load_int(given.seqused_q, b), 0), block.seqlen_q)",
+        "block.seqlen_q",
+        "packed",
+    ),
+    Fault(
+        "key head for the group's first",
+        BLOCK,
+        "kPackGqa ? head * params.group : head",
+        "head",
+        "packed",
+    ),
+    Fault(
+        "the cache's rows in order",
+        BLOCK,
+        "block.k_batch = load_int(given.cache_batch_idx, b);",
+        "block.k_batch = b;",
+        "ring",
+    ),
+    Fault(
+        "rows past the queries count",
+        OUTPUT,
+        "counts(kEvenM || position < block.seqlen_q)",
+        "counts(true)",
+        "packed",
+    ),
+    Fault(
+        "packed rows all of the first head",
+        OUTPUT,
+        "head(block.head + (kPackGqa ? block.m_begin + row - position * params.group : 0))",
+        "head(block.head)",
+        "packed",
+    ),
+    Fault(
+        "rest of the packed rows not cleared",
+        OUTPUT,
+        "row < end; row += kWarps",
+        "row < 0; row += kWarps",
+        "packed",
+    ),
+    Fault(
+        "rest cleared by every tile",
+        OUTPUT,
+        "if (block.m_begin + kBlockM < covered) return;",
+        "",
+        "packed",
+    ),
+    Fault(
+        "slope of the group's first head",
+        "score.cuh",
+        "block.head + (kPackGqa ? row - position * params.group : 0)",
+        "block.head",
+        "packed",
+    ),
+    Fault(
+        "no barrier before a warp leaves its part",
+        EPILOGUE_KEYS,
+        "  barrier_cta();\n  leave_part",
+        "  leave_part",
+        "ring",
+    ),
+    Fault(
+        "no barrier after the parts are left",
+        EPILOGUE_KEYS,
+        "  barrier_cta();\n  const Block block",
+        "  const Block block",
+        "ring",
+    ),
+    Fault(
+        "warps' parts not weighed",
+        EPILOGUE_KEYS,
+        "value[i] += state.weight[warp] * ",
+        "value[i] += ",
+        "ring",
+    ),
+    Fault(
+        "warps' sums not weighed",
+        EPILOGUE_KEYS,
+        "sum += weight[warp] * ",
+        "sum += ",
+        "ring",
+    ),
+    Fault(
+        "warps' parts with conflicts",
+        EPILOGUE_KEYS,
+        "(kHeadDimVPadded + 8) * 4",
+        "kHeadDimVPadded * 4",
+        "ring",
+    ),
+    Fault("parts of no weight read", COMBINE, "      if (weight == 0.f) continue;\n", "", "parts"),
+    Fault(
+        "no guard of a row without parts",
+        COMBINE,
+        "largest == -kInfinity ? 0.f : largest",
+        "largest",
+        "parts",
+    ),
+    Fault(
+        "no barrier after the weights",
+        COMBINE,
+        "weights are there.\n  barrier_cta();",
+        "weights are there.\n",
+        "parts",
+    ),
+    Fault(
+        "no barrier after the warps' sums",
+        COMBINE,
+        "sum is there.\n  barrier_cta();",
+        "sum is there.\n",
+        "parts of pages",
+    ),
+    Fault(
+        "parts by the LSE's stride",
+        COMBINE,
+        "split * params.o_split_stride",
+        "split * params.lse_split_stride",
+        "parts",
+    ),
+    Fault(
+        "new keys past the cache",
+        APPEND,
+        "slot < 0 || slot >= params.slots",
+        "slot < 0",
+        "malformed",
+    ),
+    Fault(
+        "last slot never written",
+        APPEND,
+        "slot >= params.slots",
+        "slot >= params.slots - 1",
+        "pages",
+    ),
+    Fault("new keys in no page", APPEND, "if (!pages.exists(page)) return;", "", "malformed"),
+    Fault("new keys in one slot", APPEND, "slot = cached + i;", "slot = cached;", "pages"),
+    Fault(
+        "turned the other way",
+        ROTARY,
+        "(second ? other : -other)",
+        "(second ? -other : other)",
+        "pages",
+    ),
+    Fault("turned a column too far", ROTARY, "column >= 2 * half", "column > 2 * half", "pages"),
+    Fault(
+        "turned with the wrong neighbour",
+        ROTARY,
+        "interleaved ? column ^ 1",
+        "interleaved ? column + 1",
+        "parts of pages",
+    ),
+    Fault(
+        "queries turned by row",
+        KERNEL,
+        "params.rotate_by_row ? position : 0",
+        "position",
+        "pages",
+    ),
+    Fault(
+        "slots of pages by mask", PAGES, "(slot) % page_size", "(slot) & (page_size - 1)", "pages"
     ),
 )
 
@@ -488,8 +874,16 @@ def strided(values: NDArray, dtype: str, layout: str) -> NDArray:
     return as_strided(flat[embedded.offset :], embedded.shape, strides)
 
 
-def run(probe: Probe, templates: Path | None = None) -> None:
+def run(probe: Probe | SequenceProbe, templates: Path | None = None) -> None:
     """Run a probe; raise if its numbers, its conflicts or anything that it does is wrong."""
+    if isinstance(probe, Probe):
+        run_dense(probe, templates)
+    else:
+        run_sequences(probe, templates)
+
+
+def run_dense(probe: Probe, templates: Path | None) -> None:
+    """`run` of a dense call."""
     call = probe.call
     given, expected = solved(call)
     q, k, v = (
@@ -517,6 +911,71 @@ def run(probe: Probe, templates: Path | None = None) -> None:
         conflicts = {str(place): count for place, count in report.bank_conflicts.items()}
         assert not conflicts, f"bank conflicts: {conflicts}"
     check_traffic(report, described)
+
+
+def run_sequences(probe: SequenceProbe, templates: Path | None) -> None:
+    """`run` of a call on packed sequences or on a cache."""
+    call = probe.call
+    given, expected = inference_calls.solved(call)
+    if probe.malformed:
+        given = spoil(given)
+    tensors = arranged(call, given)
+    described = call.problem()
+    report = emulate.run_variant(
+        probe.spec(described),
+        described,
+        tensors,
+        splits=probe.splits,
+        workers=1,
+        templates=templates,
+    )
+    got = results(call, report.out, report.lse, tensors)
+    if probe.malformed:
+        for cache, name in zip(got.caches, "kv", strict=True):
+            wanted = given[f"{name}_cache"].copy()
+            wanted[given["block_table"][-1, -1], -1] = given[name][-1, 0]
+            np.testing.assert_array_equal(cache, wanted, f"{name}_cache")
+    else:
+        hold(call, got, expected)
+    # Those of the merge are not avoided.
+    conflicts = {
+        str(place): count for place, count in report.bank_conflicts.items() if place.file != COMBINE
+    }
+    assert not conflicts, f"bank conflicts: {conflicts}"
+
+
+def spoil(given: Inputs) -> Inputs:
+    """The inputs of a malformed call: see SequenceProbe. What the call must not read is 0, since now it is read."""
+    made = {name: np.nan_to_num(x) for name, x in given.items()}
+    made["cache_seqlens"][-1] += 1
+    made["block_table"][0] = -1
+    return made
+
+
+def arranged(call: VarlenCall | CacheCall, given: Inputs) -> Tensors:
+    """The inputs as rtflash takes them: fresh arrays of the call's dtypes."""
+
+    def array(name: str) -> NDArray | None:
+        if name not in given:
+            return None
+        dtype = dtype_of(call, name)
+        if dtype in ("fp32", "int32"):
+            return given[name].copy()
+        bits = encode(given[name], dtype)
+        return bits.view(np.float16) if dtype == "fp16" else bits
+
+    signature = inference.VARLEN if isinstance(call, VarlenCall) else inference.KVCACHE
+    return signature.arrange(*map(array, signature.inputs))
+
+
+def results(
+    call: VarlenCall | CacheCall, out: NDArray, lse: NDArray, tensors: Tensors
+) -> inference_calls.Result:
+    """The results as fp32, and the caches after the call."""
+    caches = (tensors.k, tensors.v) if isinstance(call, CacheCall) else ()
+    values = (decode(x.view(np.uint16), call.dtype) for x in (out, *caches))
+    first, *rest = values
+    return inference_calls.Result(first, lse, tuple(rest))
 
 
 def answer(name: str) -> str:

@@ -425,11 +425,13 @@ def test_case_b31_head_dim_and_its_default_scale(
 @pytest.mark.parametrize("dims", [(257, 64), (64, 257), (0, 64)], ids=str)
 @on_paths
 @on_all
-def test_case_b31_head_dim_out_of_range(
-    backend: Backend, path: str, dims: tuple[int, int]
-) -> None:
+def test_case_b31_head_dim_out_of_range(backend: Backend, path: str, dims: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="head_dim"):
-        attend(backend, path, *(zeros(1, n, 1, d) for n, d in zip((1, 2, 2), (dims[0], *dims), strict=True)))
+        attend(
+            backend,
+            path,
+            *(zeros(1, n, 1, d) for n, d in zip((1, 2, 2), (dims[0], *dims), strict=True)),
+        )
 
 
 @on_all

@@ -104,9 +104,7 @@ def test_merge_of_no_row(backend: Backend, shape: tuple[int, ...]) -> None:
     ids=str,
 )  # fmt: skip
 @on_all
-def test_merge_of_strided_tensors(
-    backend: Backend, layouts: tuple[str, str], dtype: str
-) -> None:
+def test_merge_of_strided_tensors(backend: Backend, layouts: tuple[str, str], dtype: str) -> None:
     """The LSE are transposed views."""
     if backend.strides == "none":
         pytest.skip(f"{backend.name} has row-major arrays only")
@@ -171,7 +169,10 @@ def test_prefix_of_packed_sequences(backend: Backend) -> None:
     shared = [backend.make(np.array([0, n]), "int32") for n in (total, prefix)]
     own = [backend.make(cu, "int32") for cu in (cu_q, cu_k)]
     states = []
-    for keys, cu, longest in ((slice(prefix), shared, (total, prefix)), (slice(prefix, None), own, (20, 20))):
+    for keys, cu, longest in (
+        (slice(prefix), shared, (total, prefix)),
+        (slice(prefix, None), own, (20, 20)),
+    ):
         states += rtflash.flash_attn_varlen_func(
             made[0], *(x[keys] for x in made[1:]), *cu, *longest, return_attn_probs=True
         )[:2]  # fmt: skip
@@ -217,9 +218,7 @@ def test_combine_dtypes(backend: Backend, partial: str, out_dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 4, 3, 24), (6, 3, 24)], ids=str)
 @on_all
-def test_combine_into_a_given_tensor(
-    backend: Backend, shape: tuple[int, ...], dtype: str
-) -> None:
+def test_combine_into_a_given_tensor(backend: Backend, shape: tuple[int, ...], dtype: str) -> None:
     out, lse = parts(4, shape, "fp32")
     made = backend.make(out, "fp32"), backend.make(lse, "fp32")
     target = backend.make(np.full(shape, math.nan), dtype)
@@ -231,15 +230,18 @@ def test_combine_into_a_given_tensor(
         got = rtflash.flash_attn_combine(*made, target, **options)
         assert got[0] is target
         hold(backend, got, merged(out, lse), dtype)
-    for wrong in (backend.make(np.zeros((*shape[:-1], 8)), dtype), target[..., ::2]):
-        with pytest.raises(ValueError, match="^out has"):
+    wide = backend.make(np.zeros((*shape[:-1], 48)), dtype)
+    for wrong, what in ((wide, "shape"), (wide[..., ::2], "strides")):
+        with pytest.raises(ValueError, match=f"^out has {what}"):
             rtflash.flash_attn_combine(*made, wrong)
     other = next(d for d in DTYPES if d != dtype)
     with pytest.raises(ValueError, match=f"out is {dtype}; with out_dtype it must be {other}"):
         rtflash.flash_attn_combine(*made, target, other)
 
 
-@pytest.mark.parametrize("kind", ["heads first", "splits last", "padded rows", "every other column"])
+@pytest.mark.parametrize(
+    "kind", ["heads first", "splits second", "padded rows", "every other column"]
+)
 @on_all
 def test_combine_of_strided_tensors(backend: Backend, kind: str) -> None:
     if backend.strides == "none":
@@ -247,13 +249,9 @@ def test_combine_of_strided_tensors(backend: Backend, kind: str) -> None:
     out, lse = parts(3, (2, 5, 4, 24), "fp32")
     if kind == "heads first":
         made = backend.make(out, "fp32"), backend.make(heads_first(lse), "fp32").swapaxes(-1, -2)
-    elif kind == "splits last":
-        axes = (1, 2, 3, 0)
-        lses = backend.make(np.ascontiguousarray(lse.transpose(axes)), "fp32")
-        turned = np.ascontiguousarray(np.moveaxis(out, 0, 3))
-        outs = backend.make(turned, "fp32").swapaxes(0, 3)
-        # (3, 5, 4, 2) of (5, 4, 2)-swapped axes: back to (splits, batch, seqlen, heads).
-        made = outs.swapaxes(1, 3).swapaxes(2, 3), lses.swapaxes(0, 3).swapaxes(1, 3).swapaxes(2, 3)
+    elif kind == "splits second":
+        turned = (np.ascontiguousarray(x.swapaxes(0, 1)) for x in (out, lse))
+        made = tuple(backend.make(x, "fp32").swapaxes(0, 1) for x in turned)
     else:
         wide = np.full((*out.shape[:-1], 49), math.nan, np.float32)
         columns = slice(1, 25) if kind == "padded rows" else slice(0, 48, 2)

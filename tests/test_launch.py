@@ -1,0 +1,100 @@
+"""rtflash/launch.py mirrors params.cuh: a C++ compiler says where the fields of each kernel's Params are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rtflash import cxx, launch, render
+from rtflash.spec import AnySpec, AppendSpec, CombineSpec, Spec
+
+TILE = {"head_dim": 64, "head_dim_v": 64, "block_m": 64, "block_n": 64, "warps": 4, "stages": 1}
+FORWARD = Spec("fp16", **TILE)
+SPLIT = Spec("bf16", **TILE, split=True, ragged=True, paged=True, rotary="halves")
+KERNELS: dict[str, tuple[AnySpec, launch.Layout]] = {
+    "forward": (FORWARD, launch.FORWARD),
+    "split forward": (SPLIT, launch.FORWARD),
+    "combine": (CombineSpec("fp16"), launch.COMBINE),
+    "append": (AppendSpec("fp16"), launch.APPEND),
+}
+SIZES = {"Q": 8, "q": 8, "i": 4, "f": 4}
+# A declaration such as `const int* lse;` or `Strides q_strides;`.
+MEMBER = re.compile(r"^\s*(?:const )?(\w+)\*? (\w+);", re.MULTILINE)
+
+
+def mirrored(layout: launch.Layout) -> list[tuple[str, int]]:
+    """(field, offset) of every field as launch.py packs them, and the size of all."""
+    codes = (
+        "Q" * len(layout.pointers),
+        "i" * len(layout.lengths),
+        "q" * len(layout.longs),
+        "i" * len(layout.ints),
+        "f" * len(layout.floats),
+    )
+    offset, found = 0, []
+    for field, code in zip(layout.fields, "".join(codes), strict=True):
+        found.append((field, offset))
+        offset += SIZES[code]
+    assert offset == layout.head.size + layout.rest.size
+    return [*found, ("", offset)]
+
+
+def members(source: str, struct: str, prefix: str = "") -> list[str]:
+    """The fields of a struct of params.cuh in their order, those of structs in it by their path."""
+    body = re.search(rf"struct {struct} \{{(.*?)\n\}};", source, re.DOTALL)
+    assert body is not None, struct
+    found = []
+    for kind, name in MEMBER.findall(body[1]):
+        inner = kind in ("Strides", "Sequences")
+        found += members(source, kind, f"{prefix}{name}.") if inner else [prefix + name]
+    return found
+
+
+def compiled(source: str, fields: list[str], scratch: Path) -> list[tuple[str, int]]:
+    """(field, offset) as a C++ compiler lays Params out, and the size of all."""
+    reports = "".join(
+        f'  std::printf("{field} %zu\\n", __builtin_offsetof(Params, {field}));\n'
+        for field in fields
+    )
+    program = f'#include <cstdio>\n{source}\nint main() {{\n{reports}  std::printf(" %zu\\n", sizeof(Params));\n}}\n'
+    path = scratch / "offsets.cpp"
+    path.write_text(program)
+    compiler = cxx.find()
+    subprocess.run(
+        [compiler.path, "-std=c++17", str(path), "-o", str(scratch / "offsets")], check=True
+    )
+    said = subprocess.run([scratch / "offsets"], check=True, capture_output=True, text=True).stdout
+    return [(name, int(offset)) for name, offset in (line.split(" ") for line in said.splitlines())]
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_params_are_those_of_params_cuh(kernel: str, tmp_path: Path) -> None:
+    """Names, order, offsets and size: no field is missing on either side, and nothing is padded but the end."""
+    spec, layout = KERNELS[kernel]
+    source = render.join("params.cuh", render.templates(), spec.variables(), "host")
+    fields = members(source, "Params")
+    assert fields == list(layout.fields)
+    *offsets, (_, size) = compiled(source, fields, tmp_path)
+    *packed, (_, used) = mirrored(layout)
+    assert offsets == packed
+    assert size == -(-used // 8) * 8
+    assert size <= -(-launch.PARAMS_BYTES // 8) * 8
+
+
+@pytest.mark.parametrize("layout", [launch.FORWARD, launch.COMBINE, launch.APPEND])
+def test_what_a_plan_keeps_follows_the_head(layout: launch.Layout) -> None:
+    """The rest is copied behind the head: its first field must lie there without padding."""
+    assert layout.head.size % 8 == 0
+    assert layout.head.size + layout.rest.size <= launch.PARAMS_BYTES
+    assert len(set(layout.fields)) == len(layout.fields)
+
+
+def test_where_outputs_and_lengths_stand() -> None:
+    """call.py fills the head in by these places."""
+    assert launch.FORWARD.fields[launch.OUTPUT : launch.OUTPUT + 2] == ("o", "lse")
+    for layout in (launch.FORWARD, launch.APPEND):
+        assert layout.lengths[-1] == "seqlen_k"
