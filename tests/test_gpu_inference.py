@@ -200,6 +200,8 @@ def test_a_call_returns_while_its_stream_is_busy(torch: Any, kind: str) -> None:
     wanted = [x.clone() for x in call()]
     torch.cuda.synchronize()
     with side_stream(Torch("cuda")) as stream:
+        call()  # gives torch's allocator memory for this stream, which it may wait for
+        stream.synchronize()
         stream.sleep()
         got = call()
         assert not stream.is_done()

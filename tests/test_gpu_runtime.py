@@ -225,7 +225,7 @@ def test_another_batch_or_head_count_compiles_nothing(torch: Any) -> None:
 def test_a_hundred_random_lengths_compile_nine_variants_at_most(
     torch: Any, dim: int, options: dict[str, Any]
 ) -> None:
-    """Of the tile for many rows four, by even lengths; of those for few and some rows two, split or not; and a merge."""
+    """Four of the tile for many rows, by even lengths; two each of those for some and few, split or not; a merge."""
     lengths = np.random.default_rng(3).integers(1, 4097, (100, 2))
     q, k, v = normal(torch, 1, 4096, 1, dim)
 

@@ -617,8 +617,9 @@ def test_generation_equals_one_causal_pass(
         outs.append(backend.to_numpy(out))
         lses.append(backend.to_numpy(lse))
 
+    tables = cos[:tokens], sin[:tokens]
     turned = [
-        np.stack([rotated(row.astype(np.float64), cos[:tokens], sin[:tokens], rotary == "interleaved", dtype) for row in x])
+        np.stack([rotated(row.astype(np.float64), *tables, rotary == "interleaved", dtype) for row in x])
         for x in (q, k)
     ]  # fmt: skip
     dense, dense_lse, _ = rtflash.flash_attn_func(

@@ -6,6 +6,7 @@ A part that saw no key of a row (LSE -inf) holds NaN there: it must not count.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ def exact(x: NDArray, dtype: str) -> NDArray:
 
 
 def parts(splits: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> tuple[NDArray, ...]:
-    """Outputs (splits, *rows, heads, dim) and LSE, heads last; a third of the parts saw no key, nor did any of row 0."""
+    """Outputs (splits, *rows, heads, dim) and LSE, heads last; a third of the parts saw no key, and none of row 0's."""
     random = np.random.default_rng(seed)
     out = exact(random.standard_normal((splits, *shape), np.float32), dtype)
     lse = (random.standard_normal(out.shape[:-1]) * 5).astype(np.float32)
@@ -275,7 +276,7 @@ def test_combine_of_attention_over_parts(backend: Backend, cuts: tuple[int, ...]
         rtflash.flash_attn_func(
             made[0], made[1][:, a:b], made[2][:, a:b], return_attn_probs=True
         )[:2]
-        for a, b in zip(ends, ends[1:], strict=False)
+        for a, b in pairwise(ends)
     ]  # fmt: skip
     outs, lses = (np.stack([backend.to_numpy(x) for x in xs]) for xs in zip(*results, strict=True))
     out, lse = rtflash.flash_attn_combine(
