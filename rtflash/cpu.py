@@ -168,4 +168,4 @@ def combine(out_partial: Array, lse_partial: Array) -> tuple[Array, Array]:
         for part, weight, part_lse in zip(out_partial, weights, lse_partial, strict=True):
             seen = ~np.isneginf(part_lse)[..., None]
             np.add(out, weight[..., None] * part.astype(np.float32), out=out, where=seen)
-        return out, shift + np.log(total)
+        return out, np.ascontiguousarray(shift + np.log(total))

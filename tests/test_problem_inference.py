@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rtflash
-from rtflash import build, call, device, inference, merging, problem
+from rtflash import build, call, device, inference, merging, problem, select
 from rtflash.problem import Tensors
 from rtflash.tensor import Framework, View
 
@@ -625,14 +625,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """(plan, tensors, lse, cache_seqlen) of each launch; nothing is compiled."""
     found: list[tuple[Any, ...]] = []
 
-    def plan(library: Framework, signature: Any, made: Any, tensors: Tensors) -> call.Plan:
+    def plan(library: Framework, signature: Any, made: Any, views: Any) -> call.Plan:
         rest = (made.out_shape, made.lse_shape, made.dtype, 0)
-        return call.Plan(made, None, None, b"", *rest)
+        return call.Plan(made, None, None, None, (0, 0), *rest)
 
-    def run(
-        library: Any, plan: Any, tensors: Any, views: Any, out: Any, lse: Any, length: int
-    ) -> None:
-        found.append((plan, tensors, lse, length))
+    def run(library: Any, plan: Any, views: Any, out: Any, lse: Any, length: int) -> None:
+        found.append((plan, inference.KVCACHE.arrange(*views), lse, length))
 
     monkeypatch.setattr(call, "_plans", {})
     monkeypatch.setattr(call, "make_plan", plan)
@@ -760,11 +758,21 @@ def test_warmup_describes_calls_that_are_allowed(
     monkeypatch.setattr(
         build, "kernel", lambda spec, gpu: dataclasses.make_dataclass("K", ["spec"])(spec)
     )
-    monkeypatch.setattr(call, "inference_specs", lambda made, gpu: met.append(made) or [])
+    every = select.every_variant
+
+    def variants(made: problem.Problem, gpu: device.Device) -> list[Any]:
+        met.append(made)
+        return every(made, gpu)
+
+    monkeypatch.setattr(select, "every_variant", variants)
     names = rtflash.warmup(
         65, causal=True, alibi=True, group=4, varlen=True, kvcache=True, paged=paged, append=True, rotary=rotary
     )  # fmt: skip
-    assert len(names) == 4
+    needed = {spec.name for made in met for spec in every(made, device.for_arch("sm_90a"))}
+    assert len(names) == len(set(names))
+    assert set(names) == needed
+    dense, *met = met
+    assert not dense.ragged
     assert [made.seqlen_q for made in met] == [4096, 1, 4096]
     assert [made.mask for made in met] == ["causal", "full", "causal"]
     assert all(made.ragged and made.alibi and made.heads == 4 for made in met)
