@@ -58,21 +58,19 @@ def compiled_ahead(request: pytest.FixtureRequest, cache_folder: Path) -> int:
 
 
 @pytest.fixture(scope="session")
-def emulated_ahead(request: pytest.FixtureRequest, cache_folder: Path) -> Iterator[None]:
-    """Start to compile for the host, on all cores, the kernels of every collected emulated test that has a `call`.
+def emulated_ahead(request: pytest.FixtureRequest, cache_folder: Path) -> int:
+    """Compile for the host the kernels of every collected emulated test that has a `call`; their number.
 
-    A test waits for its own alone. Where several processes share the tests (pytest-xdist) nothing is compiled ahead.
+    Before any of these tests runs: some count compilations, or look into the cache. Where several processes share the
+    tests (pytest-xdist) nothing is compiled ahead.
     """
     specs: dict[AnySpec, None] = {}
     if "PYTEST_XDIST_WORKER" not in os.environ:
         for params in params_of_calls(request.session.items, "emulated"):
             gpu = device.for_arch(params.get("arch", emulate.ARCH))
             specs.update(dict.fromkeys(specs_of(params["call"].problem(), gpu)))
-    pool = ThreadPoolExecutor(os.cpu_count())
-    for spec in specs:
-        pool.submit(cxx.library, spec)
-    yield
-    pool.shutdown(cancel_futures=True)
+    on_all_cores(cxx.library, list(specs))
+    return len(specs)
 
 
 def specs_of(problem: Problem, gpu: device.Device) -> list[AnySpec]:
