@@ -43,7 +43,8 @@ def warmup(
     dtype : "fp16" or "bf16".
     causal, window, softcap, alibi : the features of the calls to come, on tensors as aligned as row-major ones.
     device_index : CUDA index.
-    varlen, kvcache : whether flash_attn_varlen_func, flash_attn_with_kvcache will be called as well.
+    varlen, kvcache : whether flash_attn_varlen_func, flash_attn_with_kvcache will be called as well, the latter with
+        lengths in a tensor.
     paged : those with a block table.
     append : flash_attn_with_kvcache with k and v.
     rotary : and with rotary tables: "interleaved" or "halves", as rotary_interleaved says.

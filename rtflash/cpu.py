@@ -165,7 +165,7 @@ def combine(out_partial: Array, lse_partial: Array) -> tuple[Array, Array]:
         total = weights.sum(axis=0)
         weights /= np.where(total == 0, np.float32(1), total)
         out = np.zeros(out_partial.shape[1:], np.float32)
-        for part, weight, part_lse in zip(out_partial, weights, lse_partial, strict=True):
-            seen = ~np.isneginf(part_lse)[..., None]
+        for part, weight in zip(out_partial, weights, strict=True):
+            seen = (weight != 0)[..., None]
             np.add(out, weight[..., None] * part.astype(np.float32), out=out, where=seen)
         return out, np.ascontiguousarray(shift + np.log(total))

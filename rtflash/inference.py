@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from numbers import Integral
 from typing import Any
 
-from . import checks, problem, tensor
-from .api import KV, QKV
+from . import checks, device, problem, select, tensor
+from .api import KV, QKV, refuse_backward
 from .call import Signature, Window, attend, pair, parts
 from .checks import Names
 from .problem import PLAIN, Problem, Tensors
+from .spec import MAX_SPLITS
 
 
 def _check_varlen(tensors: Tensors, options: tuple[Any, ...], names: Names) -> Problem:
     max_q, max_k, dropout_p, softmax_scale, causal, window_size, softcap, num_splits = options
-    return problem.varlen(
+    call = problem.varlen(
         tensors,
         max_q,
         max_k,
@@ -26,11 +28,12 @@ def _check_varlen(tensors: Tensors, options: tuple[Any, ...], names: Names) -> P
         num_splits=num_splits,
         names=names,
     )
+    return _within_combine(call, tensors.q.device)
 
 
 def _check_kvcache(tensors: Tensors, options: tuple[Any, ...], names: Names) -> Problem:
     softmax_scale, causal, window_size, softcap, interleaved, num_splits, counted = options
-    return problem.kvcache(
+    call = problem.kvcache(
         tensors,
         softmax_scale=softmax_scale,
         causal=causal,
@@ -41,6 +44,18 @@ def _check_kvcache(tensors: Tensors, options: tuple[Any, ...], names: Names) -> 
         counted=counted,
         names=names,
     )
+    return _within_combine(call, tensors.q.device)
+
+
+def _within_combine(call: Problem, index: int) -> Problem:
+    """The call with no more splits than the combine kernel merges.
+
+    NOTE: select.split_count does not cap what it gives sequences of unknown lengths; the cap belongs there.
+    """
+    if index < 0 or call.num_splits or call.seqlen_k <= MAX_SPLITS * select.RAGGED_KEYS:
+        return call
+    _, grid = select.forward(call, device.get(index))
+    return dataclasses.replace(call, num_splits=MAX_SPLITS) if grid.splits > MAX_SPLITS else call
 
 
 def _varlen(
@@ -52,11 +67,13 @@ def _varlen(
 def _varlen_kv(
     q: Any, kv: Any, cu_q: Any, cu_k: Any, slopes: Any, used_q: Any, used_k: Any
 ) -> Tensors:
+    refuse_backward("kv", kv)
     k, v = parts("kv", kv, 2, "total_k")
     return Tensors(q, k, v, slopes, cu_q, cu_k, used_q, used_k)
 
 
 def _varlen_qkv(qkv: Any, cu_seqlens: Any, slopes: Any, used_q: Any, used_k: Any) -> Tensors:
+    refuse_backward("qkv", qkv)
     q, k, v = parts("qkv", qkv, 3, "total")
     return Tensors(q, k, v, slopes, cu_seqlens, cu_seqlens, used_q, used_k)
 

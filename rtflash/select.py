@@ -183,7 +183,8 @@ def tile(head_dim: int, device: Device, narrow: bool = False, table: Table = TIL
 def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
     """The variant and the grid of a forward call.
 
-    With num_splits 1 neither depends on the batch, and so no bit of the result does.
+    With num_splits 1 neither depends on the batch, and so no bit of the result does; of packed sequences it does where
+    their total or max_seqlen_q differs.
 
     Raises
     ------

@@ -797,3 +797,29 @@ def test_rows_of_no_sequence_are_refused() -> None:
     none = np.zeros(1, np.int32)
     with pytest.raises(ValueError, match="cu_seqlens_q has shape \\(1,\\), no sequence"):
         rtflash.flash_attn_varlen_func(q, k, k, none, none, 0, 0)
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_no_more_splits_than_the_combine_kernel_merges(
+    monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """One key head and a million slots: whole multiples of the GPU would be more parts than that."""
+    gpu = device.for_arch("sm_80")
+    monkeypatch.setattr(device, "get", lambda index: gpu)
+    tensors = Tensors(
+        q=view(batch, 1, 8, 128),
+        k=view(100, 16, 1, 128),
+        v=view(100, 16, 1, 128),
+        seqused_k=ints(batch),
+        block_table=ints(batch, 65536),
+    )
+    options = (None, False, (-1, -1), 0.0, True, 0, False)
+    made = inference.KVCACHE.check(tensors, options, inference.KVCACHE.names)
+    assert select.forward(made, gpu)[1].splits == 256
+
+
+def test_a_packed_axis_must_not_run_backwards_on_a_gpu() -> None:
+    kv = view(2, 5, 2, 2, 8)
+    kv = kv._replace(strides=(160, 32, -16, 8, 1))
+    with pytest.raises(ValueError, match="kv has stride -16 along its packed axis"):
+        rtflash.api.DENSE_KV.arrange(view(2, 5, 2, 8), kv, None)
