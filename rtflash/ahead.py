@@ -58,6 +58,8 @@ def warmup(
     ------
     TypeError, ValueError
         A dtype, head_dim or option that the kernels do not take.
+    RuntimeError
+        There is no GPU that can be used.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -77,7 +79,13 @@ def warmup(
         "softcap": float(softcap),
     }
     q, k, v = (view(1, 2, n, d) for n, d in ((group, dims[0]), (1, dims[0]), (1, dims[1])))
-    gpu = device.get(device_index)
+    try:
+        gpu = device.get(device_index)
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            f"{error} warmup compiles for a GPU that is there and loads the kernels on it; without one, `rtflash"
+            " generate` renders and compiles them for any architecture"
+        ) from error
     dense = problem.dense(q, k, v, alibi_slopes=slopes, **options)  # type: ignore[arg-type]
     specs: dict[Any, None] = dict.fromkeys(select.every_variant(dense, gpu))
     calls: list[Problem] = []

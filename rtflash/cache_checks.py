@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import checks
 from .checks import Names, mismatch, shape_text
+from .spec import ELEMENT_BYTES
 from .tensor import needs_copy
 
 if TYPE_CHECKING:
@@ -44,12 +45,21 @@ def sequence_reasons(tensors: Tensors, names: Names, batch: int) -> list[str]:
 
 def in_place_reasons(tensors: Tensors, names: Names) -> list[str]:
     """Why keys and values that must not be copied cannot be read, or written, where they are."""
-    return [
-        f"{name} has strides {shape_text(x.strides)} and address {x.ptr:#x}; its inner stride must be 1 and its"
-        " elements aligned: a cache is never copied"
-        for name, x in checks.named(tensors, names, ("k", "v")).items()
-        if needs_copy(x)
-    ]
+    reasons = []
+    for name, x in checks.named(tensors, names, ("k", "v")).items():
+        if not needs_copy(x):
+            continue
+        if x.strides[-1] != 1 and x.shape[-1] != 1:
+            reasons.append(
+                f"{name} has strides {shape_text(x.strides)}; the last, head_dim's, must be 1, and a cache is never"
+                " copied: allocate it with head_dim innermost"
+            )
+        else:
+            reasons.append(
+                f"{name} has address {x.ptr:#x}; it must be a multiple of its {ELEMENT_BYTES}-byte elements, and a"
+                " cache is never copied: allocate it as a tensor of its own dtype"
+            )
+    return reasons
 
 
 def cache_reasons(tensors: Tensors, names: Names, batch: int) -> list[str]:
@@ -82,6 +92,7 @@ def append_reasons(tensors: Tensors, names: Names, counted: bool) -> list[str]:
     reasons = mismatch(tensors, names, "k_new", (batch, "seqlen_new", heads_k, dim), "k")
     wanted = (batch, new.shape[1], heads_k, tensors.v.shape[-1])
     reasons += mismatch(tensors, names, "v_new", wanted, "v")
+    reasons += shared_row_reasons(tensors, names)
     if new.shape[1] > room(tensors):
         reasons.append(
             f"{k} has {new.shape[1]} new keys; the cache has room for {room(tensors)} of a sequence"
@@ -92,6 +103,17 @@ def append_reasons(tensors: Tensors, names: Names, counted: bool) -> list[str]:
             f"{length} is None; with {k} it must be given: new keys are written behind that many"
         )
     return reasons
+
+
+def shared_row_reasons(tensors: Tensors, names: Names) -> list[str]:
+    """Why a cache cannot be written whose strides put several of its rows at one place (an expanded tensor)."""
+    new = names.get("k_new", "k_new")
+    return [
+        f"{name} has shape {shape_text(x.shape)} and strides {shape_text(x.strides)}; with {new} no stride of a longer"
+        " axis may be 0: rows that are one in memory cannot be written apart"
+        for name, x in checks.named(tensors, names, ("k", "v")).items()
+        if any(n > 1 and step == 0 for n, step in zip(x.shape, x.strides, strict=True))
+    ]
 
 
 def rotary_reasons(tensors: Tensors, names: Names) -> list[str]:

@@ -1,4 +1,4 @@
-"""Lengths, offsets, indices and tables on the host: what they hold is checked before any work.
+"""Lengths, offsets, indices and tables on the host: what they hold is checked before any work; and caches' memory.
 
 Those on a device are never read by the host: the kernels cut them off at the tensors' ends.
 """
@@ -15,12 +15,21 @@ from .problem import Problem, Tensors
 
 Array = NDArray[Any]
 
+# Of np.shares_memory, about a millisecond; strides that nest, those of any layout in use, need 1. (Any: its stubs take
+# no bound.)
+MAX_WORK: Any = 10**4
+
 
 def check_length(problem: Problem, cache_seqlen: int, name: str = "cache_seqlens") -> None:
     """Raise ValueError unless a cache that holds `cache_seqlen` keys of each sequence has room for the new ones."""
     most = longest_cached(problem, problem.seqlen_k)
     if not 0 <= cache_seqlen <= most:
-        raise ValueError(f"{name} is {cache_seqlen}; it must be in 0..{most}{reason(problem)}")
+        raise ValueError(f"{name} is {cache_seqlen}; {within(0, most)}{reason(problem)}")
+
+
+def within(low: int, high: int) -> str:
+    """What an entry must be; the range may be empty."""
+    return f"it must be in {low}..{high}" if low <= high else "nothing fits"
 
 
 def longest_cached(problem: Problem, room: int | Array) -> Any:
@@ -55,7 +64,7 @@ def check(problem: Problem, tensors: Tensors, cache_seqlen: int, names: Names) -
     ------
     ValueError
         Offsets that decrease or do not fit the rows, lengths beyond what holds them, indices of no page or no row of
-        the cache; the message lists every reason.
+        the cache, a cache that shares memory with what is appended or with the other; the message lists every reason.
     """
     if cache_seqlen >= 0:
         check_length(problem, cache_seqlen, names.get("seqused_k", "seqused_k"))
@@ -71,8 +80,12 @@ def check(problem: Problem, tensors: Tensors, cache_seqlen: int, names: Names) -
         given = cache_seqlen >= 0 or tensors.seqused_k is not None
         keys = np.clip(used + problem.seqlen_new, 0, slots) if given else slots
         reasons += longest_reasons(problem, tensors, names, keys)
-        reasons += outside(tensors, names, "leftpad_k", 0, used, ", the keys that it is part of")
-        reasons += outside(tensors, names, "cache_batch_idx", 0, problem.cache_batch - 1)
+        # Of lengths below 0 there is a reason already.
+        pads = np.maximum(used, 0)
+        reasons += outside(tensors, names, "leftpad_k", 0, pads, ", the keys that it is part of")
+        rows = "" if problem.cache_batch else f": {names.get('k', 'k')} has no row"
+        reasons += outside(tensors, names, "cache_batch_idx", 0, problem.cache_batch - 1, rows)
+        reasons += overlap_reasons(tensors, names)
         if not reasons:
             reasons = table_reasons(problem, tensors, names, keys)
     # Packed tensors share offsets and bounds.
@@ -99,7 +112,7 @@ def outside(
     if bad.size == 0:
         return []
     b, name = bad[0], names.get(field, field)
-    return [f"{name}[{b}] is {values[b]}; it must be in {low}..{high[b]}{because}"]
+    return [f"{name}[{b}] is {values[b]}; {within(low, high[b])}{because}"]
 
 
 def offset_reasons(problem: Problem, tensors: Tensors, names: Names) -> list[str]:
@@ -167,6 +180,28 @@ def table_reasons(problem: Problem, tensors: Tensors, names: Names, keys: Array)
     if bad.size == 0:
         return []
     name, (b, j) = names.get("block_table", "block_table"), bad[0]
+    none = "" if problem.pages else f": {names.get('k', 'k')} has no page"
     return [
-        f"{name}[{b}, {j}] is {table[b, j]}, and keys of sequence {b} lie there; it must be in 0..{problem.pages - 1}"
+        f"{name}[{b}, {j}] is {table[b, j]}, and keys of sequence {b} lie there;"
+        f" {within(0, problem.pages - 1)}{none}"
     ]
+
+
+def overlap_reasons(tensors: Tensors, names: Names) -> list[str]:
+    """Which arrays of an append share elements with a cache that is written, as far as NumPy soon knows."""
+    if tensors.k_new is None:
+        return []
+    pairs = ("k", "v"), ("k", "k_new"), ("k", "v_new"), ("v", "k_new"), ("v", "v_new")
+    return [
+        f"{names.get(one, one)} and {names.get(other, other)} share memory; they must not, since a cache is written"
+        for one, other in pairs
+        if share(getattr(tensors, one), getattr(tensors, other))
+    ]
+
+
+def share(one: Array, other: Array) -> bool:
+    """Whether arrays have an element in common; False where that is too hard to tell."""
+    try:
+        return np.shares_memory(one, other, max_work=MAX_WORK)
+    except RuntimeError:  # NumPy's TooHardError
+        return False

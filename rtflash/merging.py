@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import cpu, device, dlpack, launch, partials, select, settings, tensor
-from .call import host, ready, views_of
+from .call import host, views_of
 from .partials import Combine
+from .plan import ready
 from .tensor import Framework, View, needs_copy
 
 Array = NDArray[Any]
@@ -84,13 +85,13 @@ def flash_attn_combine(
     call = partials.combine(views[0], views[1], views[2], dtype)
     if views[0].device >= 0:
         return _combine_on_device(library, call, inputs, views)
+    target = None if out is None else library.host(out)
+    if target is not None and not target.flags.writeable:
+        raise ValueError("out is read-only; it must be writable")
     made, lse = _on_host(call, host(library, out_partial), host(library, lse_partial))
     given_lse = library.from_host(lse, "fp32", out_partial)
-    if out is None:
+    if target is None:
         return library.from_host(made, call.dtype, out_partial), given_lse
-    target = library.host(out)
-    if not target.flags.writeable:
-        raise ValueError("out is read-only; it must be writable")
     target[...] = made.view(target.dtype)
     return out, given_lse
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from . import checks
 from .checks import refuse, shape_text
+from .dlpack import itemsize
 from .spec import DTYPES, MAX_HEAD_DIM, MAX_SPLITS
-from .tensor import View
+from .tensor import View, needs_copy
 from .tensor_base import SHORT_NAMES
 
 FLOATS = (*DTYPES, "fp32")
@@ -60,8 +61,11 @@ def combine(
     ValueError
         Shapes or devices do not fit; the message lists every reason.
     """
-    given = {"out_partial": out_partial, "lse_partial": lse_partial}
-    dtypes({"out_partial": out_partial}, {"lse_partial": lse_partial})
+    outs = {"out_partial": out_partial}
+    if out is not None:
+        outs["out"] = out
+    lses = {"lse_partial": lse_partial}
+    dtypes(outs, lses)
     shape = out_partial.shape
     if len(shape) not in (4, 5):
         refuse([
@@ -73,13 +77,16 @@ def combine(
     reasons += checks.between("out_partial's head_dim", shape[-1], 1, MAX_HEAD_DIM)
     reasons += shape_reasons("lse_partial", lse_partial, shape[:-1])
     if out is not None:
-        given["out"] = out
         reasons += shape_reasons("out", out, shape[1:])
         if out.dtype != dtype:
             reasons.append(f"out is {out.dtype}; with out_dtype it must be {dtype}")
         if not is_row_major(out):
             reasons.append(f"out has strides {shape_text(out.strides)}; it must be row-major")
-    refuse(reasons + checks.device_reasons(given))
+        elif needs_copy(out):
+            reasons.append(
+                f"out has address {out.ptr:#x}; it must be a multiple of its {itemsize(out.dtype)}-byte elements"
+            )
+    refuse(reasons + checks.device_reasons(outs | lses))
     return Combine(shape[0], tuple(shape[1:-2]), shape[-2], shape[-1], out_partial.dtype, dtype)
 
 

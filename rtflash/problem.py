@@ -289,6 +289,10 @@ def varlen(
         )
     if tensors.cu_seqlens_k is None and not paged:
         reasons.append("cu_seqlens_k is None; it must be given where there is no block_table")
+    elif tensors.cu_seqlens_k is None and tensors.seqused_k is None:
+        reasons.append(
+            "cu_seqlens_k and seqused_k are None; with block_table one of them must give the keys' lengths"
+        )
     reasons += checks.attention_reasons(tensors, names, batch, places)
     reasons += checks.mismatch(tensors, names, "cu_seqlens_k", (batch + 1,), "cu_seqlens_q")
     reasons += sequence_reasons(tensors, names, batch)
@@ -338,6 +342,10 @@ def kvcache(
     `counted`: cache_seqlens is one int for all sequences, and so no tensor. Raises as `dense` does.
     """
     given = options(softmax_scale, causal, window_size, softcap, num_splits)
+    unbounded = (given.left, given.right) == (-1, -1)
+    if unbounded and tensors.rotary_cos is not None and tuple(window_size) != (-1, -1):
+        # A window that hides nothing is still one: it says to which positions queries are rotated.
+        given = given._replace(right=MAX_SEQLEN)
     interleaved = checks.truth("rotary_interleaved", rotary_interleaved)
     checks.check_dtypes(tensors, names)
     paged = tensors.block_table is not None

@@ -173,6 +173,20 @@ PROBES: dict[str, Probe | SequenceProbe] = {
         ),
         RING,
     ),
+    # Tiles of 64 rows over pages: the last tile ends within a page, and the first sequence's at a page's end.
+    "tiles of pages": SequenceProbe(
+        CacheCall(
+            heads=6,
+            head_dim_v=72,
+            seqlen_q=20,
+            causal=True,
+            lengths=(140, 318, 0),
+            capacity=320,
+            page_size=20,
+            leftpad=(23, 0, 0),
+        ),
+        ROWS,
+    ),
     "malformed": SequenceProbe(
         CacheCall(lengths=(7, 38), batch=2, capacity=40, page_size=20, seqlen_new=2),
         RING,
@@ -842,6 +856,48 @@ FAULTS = (
         "params.rotate_by_row ? position : 0",
         "position",
         "pages",
+    ),
+    Fault(
+        "a page's rows by the tile's",
+        COPY,
+        "pages.row_offset(page, slot + tile_row, strides)",
+        "pages.row_offset(page, tile_row, strides)",
+        "tiles of pages",
+    ),
+    Fault(
+        "one page for a whole tile",
+        COPY,
+        "pages.page_of(slot + tile_row)",
+        "pages.page_of(slot)",
+        "tiles of pages",
+    ),
+    Fault(
+        "pages past the keys looked up by tiles",
+        COPY,
+        "tile_row < rows ? pages.page_of",
+        "tile_row <= rows ? pages.page_of",
+        "tiles of pages",
+    ),
+    Fault(
+        "rows of no page not zero",
+        COPY,
+        "load_row_async<true>(tile_smem, pass, head_gmem",
+        "load_row_async<false>(tile_smem, pass, head_gmem",
+        "tiles of pages",
+    ),
+    Fault(
+        "pages of V by K's strides",
+        PIPELINE,
+        "v_gmem, params.v_strides,\n                              Pages",
+        "v_gmem, params.k_strides,\n                              Pages",
+        "tiles of pages",
+    ),
+    Fault(
+        "pages of V before the left padding",
+        PIPELINE,
+        "Pages(params, block.batch), block.k_begin + n * kBlockN, rows);",
+        "Pages(params, block.batch), n * kBlockN, rows);",
+        "tiles of pages",
     ),
     Fault(
         "slots of pages by mask", PAGES, "(slot) % page_size", "(slot) & (page_size - 1)", "pages"

@@ -194,7 +194,7 @@ APPEND: dict[str, Any] = {"lengths": (20, 0, 70), "heads": 8}
     *(CacheCall(seqlen_new=2, seqlen_q=5, rotary=rotary, **APPEND) for rotary in ROTARIES),
     *(
         CacheCall(seqlen_new=3, seqlen_q=2, rotary="halves", window=w, **APPEND)
-        for w in ((9, 0), (-1, 2))
+        for w in ((9, 0), (-1, 2), (2**29, -1), (2**31 - 1, 2**31 - 1))
     ),
     *(
         CacheCall(

@@ -235,6 +235,8 @@ def test_combine_into_a_given_tensor(backend: Backend, shape: tuple[int, ...], d
     for wrong, what in ((wide, "shape"), (wide[..., ::2], "strides")):
         with pytest.raises(ValueError, match=f"^out has {what}"):
             rtflash.flash_attn_combine(*made, wrong)
+    with pytest.raises(TypeError, match=r"^out is int32; it must be fp16, bf16 or fp32$"):
+        rtflash.flash_attn_combine(*made, backend.make(np.zeros(shape), "int32"))
     other = next(d for d in DTYPES if d != dtype)
     with pytest.raises(ValueError, match=f"out is {dtype}; with out_dtype it must be {other}"):
         rtflash.flash_attn_combine(*made, target, other)

@@ -44,9 +44,9 @@ def test_each_framework_has_its_quick_start():
 
 
 def test_serving_has_its_quick_starts():
-    """Packed sequences, an append to a cache, pages."""
-    assert len(CODE) == 7
-    for code, words in zip(CODE[4:], ("varlen", "cos, sin", "block_table"), strict=True):
+    """Packed sequences, an append to a cache, pages, the two merges."""
+    wanted = ("varlen", "cos, sin", "block_table", "merge_attention_states", "combine")
+    for code, words in zip(CODE[4:], wanted, strict=True):
         assert words in code
 
 
