@@ -8,7 +8,6 @@ from . import problem
 from .call import Signature, Window, attend, pair, parts
 from .checks import Names
 from .problem import PLAIN, Problem, Tensors
-from .tensor import View
 
 
 def _check(tensors: Tensors, options: tuple[Any, ...], names: Names) -> Problem:
@@ -28,24 +27,12 @@ def _check(tensors: Tensors, options: tuple[Any, ...], names: Names) -> Problem:
     )
 
 
-def refuse_backward(name: str, packed: Any) -> None:
-    """Raise ValueError for a tensor on a GPU whose packed axis runs backwards: call.step takes no offset below 0."""
-    on_gpu = isinstance(packed, View) and packed.device >= 0
-    if on_gpu and len(packed.shape) > 3 and packed.strides[-3] < 0:
-        raise ValueError(
-            f"{name} has stride {packed.strides[-3]} along its packed axis; on a GPU it must not be negative: pass a"
-            " copy"
-        )
-
-
 def _of_kv(q: Any, kv: Any, alibi_slopes: Any) -> Tensors:
-    refuse_backward("kv", kv)
     k, v = parts("kv", kv, 2, "batch, seqlen")
     return Tensors(q, k, v, alibi_slopes)
 
 
 def _of_qkv(qkv: Any, alibi_slopes: Any) -> Tensors:
-    refuse_backward("qkv", qkv)
     q, k, v = parts("qkv", qkv, 3, "batch, seqlen")
     return Tensors(q, k, v, alibi_slopes)
 

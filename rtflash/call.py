@@ -6,22 +6,18 @@ such call. Later calls look the plan up, allocate the output, and launch.
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from . import build, cpu, device, launch, lengths, select, settings, tensor
-from .checks import Names
-from .dlpack import row_major
+from . import cpu, lengths, plan, settings, tensor
+from .checks import Names, truth
 from .problem import ELEMENT_BYTES, Problem, Tensors
-from .spec import AnySpec
 from .tensor import Framework, View
+from .tensor_base import ALIGN, Seen
 
-MARK = 48  # device addresses have fewer bits than this
 MAX_PLANS = 4096  # a plan is about 2 KB; a program that meets more geometries starts over
 
 Window = tuple[int, int]
@@ -39,6 +35,7 @@ class Signature:
     check : makes the Problem of Tensors of Views, the options and `names`; raises where the call is refused.
     names : what the caller calls the fields of Tensors, where that is another name.
     dense : whether every sequence has the same length.
+    wants_lse : what the caller calls the option that asks for the LSE.
     """
 
     inputs: tuple[str, ...]
@@ -47,50 +44,10 @@ class Signature:
     check: Callable[[Tensors, tuple[Any, ...], Names], Problem]
     names: Names
     dense: bool = False
+    wants_lse: str = "return_attn_probs"
 
 
-class Step(NamedTuple):
-    """A launch, but for its addresses and lengths.
-
-    Attributes
-    ----------
-    head : packs what changes from call to call.
-    sources : (place in the head, input, offset in bytes) of every address of an input.
-    values : the head's others; what is not known yet is 0.
-    rest : of Params.
-    """
-
-    kernel: build.Kernel
-    grid: select.Grid
-    head: struct.Struct
-    sources: tuple[tuple[int, int, int], ...]
-    values: tuple[int, ...]
-    rest: bytes
-
-
-class Plan(NamedTuple):
-    """What a call needs besides addresses.
-
-    Attributes
-    ----------
-    call : the problem.
-    append, forward, combine : the launches, in this order; None: nothing to do.
-    partial : elements of the partial outputs and of their LSE, in fp32.
-    out_shape, lse_shape, dtype, device : of the result.
-    """
-
-    call: Problem
-    append: Step | None
-    forward: Step | None
-    combine: Step | None
-    partial: tuple[int, int]
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    dtype: str
-    device: int
-
-
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: dict[tuple[Any, ...], plan.Plan] = {}
 
 
 def pair(window_size: Any) -> Any:
@@ -123,7 +80,7 @@ def parts(name: str, packed: Any, count: int, axes: str) -> list[Any]:
 
 def views_of(library: Framework, inputs: tuple[Any, ...], names: tuple[str, ...]) -> list[Any]:
     """The Views of inputs, which must all come from the library of the first one; None where one is not given."""
-    kind = type(inputs[0])
+    kind, view = type(inputs[0]), library.view
     views: list[Any] = []
     for x, name in zip(inputs, names):  # noqa: B905  strict costs 0.1 us
         if x is None:
@@ -133,12 +90,22 @@ def views_of(library: Framework, inputs: tuple[Any, ...], names: tuple[str, ...]
             raise TypeError(
                 f"{name} is a {type(x).__name__}; it must come from the same library as {names[0]} ({library.name})"
             )
-        if library.needs_grad(x):
-            raise NotImplementedError(
-                f"{name} requires grad; rtflash has no backward yet: call it under torch.no_grad(), or detach {name}"
-            )
-        views.append(library.view(x, name))
+        views.append(view(x, name))
     return views
+
+
+def seen_of(views: list[View | None]) -> Seen:
+    """What `Framework.see` gives, by Views."""
+    addresses = [0 if view is None else view.ptr for view in views]
+    geometry = [None if view is None else (view.ptr % ALIGN, *view[1:]) for view in views]
+    return addresses, geometry, [view for view in views if view is not None]
+
+
+def views_from(seen: Seen) -> list[View | None]:
+    """The Views of what was seen."""
+    addresses, geometry, _ = seen
+    pairs = zip(addresses, geometry, strict=True)
+    return [None if form is None else View(address, *form[1:]) for address, form in pairs]
 
 
 def attend(
@@ -157,57 +124,54 @@ def attend(
     want_lse : on a GPU, lse is None else.
     cache_seqlen : keys that a cache holds of each sequence; -1: not one number for all.
     """
+    if type(want_lse) is not bool:
+        want_lse = truth(signature.wants_lse, want_lse)
     library = tensor.framework(inputs[0], signature.inputs[0])
     library.refuse_tracing()
-    views = views_of(library, inputs, signature.inputs)
-    if views[0].device >= 0:
-        return on_device(library, signature, inputs, views, options, want_lse, cache_seqlen)
-    return on_host(library, signature, inputs, views, options, cache_seqlen)
+    seen = library.see(inputs) or seen_of(views_of(library, inputs, signature.inputs))
+    if seen[1][0][-1] >= 0:
+        return on_device(library, signature, inputs, seen, options, want_lse, cache_seqlen)
+    return on_host(library, signature, inputs, seen, options, cache_seqlen)
 
 
 def on_device(
     library: Framework,
     signature: Signature,
     inputs: tuple[Any, ...],
-    views: list[Any],
+    seen: Seen,
     options: tuple[Any, ...],
     want_lse: bool,
     cache_seqlen: int,
 ) -> tuple[Any, Any]:
     """(out, lse) of a call on a GPU: look the plan up, allocate, launch."""
-    # Of the addresses, only the alignment is part of the plan.
-    geometry: list[Any] = [signature, options]
-    for view in views:
-        if view is None:
-            geometry.append(None)
-        else:
-            geometry += (view.ptr % 16, view[1:])
-    key = tuple(geometry)
+    addresses, geometry, held = seen
+    key = (library, signature, options, *geometry)
     try:
-        plan, keep = _plans.get(key), True
+        found, keep = _plans.get(key), True
     except TypeError:
         # An option without a hash: a NumPy array as window_size, or something that the checks refuse.
-        plan, keep = None, False
-    if plan is None:
+        found, keep = None, False
+    if found is None:
+        views = views_from(seen)
         call = check(signature, inputs, views, options)
         if any(map(must_copy, views, signature.inputs)):
             inputs = tuple(
                 library.contiguous(x) if must_copy(view, name) else x
-                for x, view, name in zip(inputs, views, signature.inputs, strict=True)
+                for x, view, name in zip(inputs, views, signature.inputs, strict=False)
             )
-            views = [None if x is None else library.view(x) for x in inputs]
-            return on_device(library, signature, inputs, views, options, want_lse, cache_seqlen)
-        plan = make_plan(library, signature, call, views)
+            seen = seen_of([None if x is None else library.view(x) for x in inputs])
+            return on_device(library, signature, inputs, seen, options, want_lse, cache_seqlen)
+        found = plan.make(library, signature.arrange, call, views)
         if keep:
             if len(_plans) >= MAX_PLANS:
                 _plans.clear()
-            _plans[key] = plan
-    if cache_seqlen >= 0:
-        lengths.check_length(plan.call, cache_seqlen)
+            _plans[key] = found
+    if cache_seqlen > found.longest:
+        lengths.check_length(found.call, cache_seqlen)
 
-    out = library.empty(plan.out_shape, plan.dtype, plan.device)
-    lse = library.empty(plan.lse_shape, "fp32", plan.device) if want_lse else None
-    run_plan(library, plan, views, out, lse, cache_seqlen)
+    out = found.new_out()
+    lse = found.new_lse() if want_lse else None
+    plan.run(found, library, addresses, held, out, lse, cache_seqlen)
     return library.result(out), lse if lse is None else library.result(lse)
 
 
@@ -231,144 +195,16 @@ def must_copy(view: View | None, name: str) -> bool:
     return view.ptr % 4 != 0 if name == "alibi_slopes" else tensor.needs_copy(view)
 
 
-def make_plan(
-    library: Framework, signature: Signature, call: Problem, views: list[View | None]
-) -> Plan:
-    """Choose the variants of a checked call on a GPU, and compile and load them."""
-    tensors = signature.arrange(*views)
-    # Inputs at addresses that tell which input it is, to learn where the head's addresses come from.
-    marked = (v and v._replace(ptr=i << MARK) for i, v in enumerate(views, 1))
-    places = signature.arrange(*marked)
-    index = tensors.q.device
-    gpu = device.get(index)
-    stream = library.stream(index)
-    spec, grid = select.forward(call, gpu)
-    forward = combine = append = None
-    if grid.blocks > 0:
-        kernel = ready(spec, gpu, stream)
-        scalars = launch.forward_scalars(call, grid, spec.pack_gqa, tensors)
-        head = launch.forward_head(places, 0, 0, call.seqlen_q, 0)
-        forward = step(kernel, grid, launch.FORWARD_HEAD, head, scalars)
-        if spec.split:
-            merge = select.splits_combine(call, grid.splits)
-            o, lse = partials(call, grid.splits, index)
-            combiner, combine_grid = select.combine(merge, True)
-            scalars = launch.combine_scalars(merge, o, lse, heads_last_strides(call))
-            kernel = ready(combiner, gpu, stream)
-            combine = step(kernel, combine_grid, launch.COMBINE_HEAD, (), scalars)
-    if call.seqlen_new:
-        appender, append_grid = select.append(call)
-        if append_grid.blocks > 0:
-            scalars = launch.append_scalars(call, tensors)
-            head = launch.append_head(places, call.seqlen_q, 0)
-            kernel = ready(appender, gpu, stream)
-            append = step(kernel, append_grid, launch.APPEND_HEAD, head, scalars)
-    partial = (math.prod(call.out_shape), math.prod(call.lse_shape))
-    return Plan(
-        call, append, forward, combine, partial, call.out_shape, call.lse_shape, call.dtype, index
-    )
-
-
-def step(
-    kernel: build.Kernel,
-    grid: select.Grid,
-    head: struct.Struct,
-    values: tuple[int, ...],
-    rest: bytes,
-) -> Step:
-    """A Step of a head whose addresses are marked."""
-    sources = tuple(
-        (place, (value >> MARK) - 1, value & ((1 << MARK) - 1))
-        for place, value in enumerate(values)
-        if value >> MARK
-    )
-    plain = tuple(0 if value >> MARK else value for value in values)
-    return Step(kernel, grid, head, sources, plain, rest)
-
-
-def ready(spec: AnySpec, gpu: device.Device, stream: int) -> build.Kernel:
-    """The loaded kernel; refused where loading it would break a capture."""
-    if not build.is_loaded(spec, gpu):
-        launch.refuse_capture(stream, spec.name)
-    return build.kernel(spec, gpu)
-
-
-def partials(call: Problem, splits: int, index: int, address: int = 0) -> tuple[View, View]:
-    """The partial outputs (splits, *out_shape) and behind them their LSE, heads last, of a split call."""
-
-    shape = (splits, *call.out_shape)
-    o = View(address, shape, row_major(shape), "fp32", index)
-    *rows, heads, last = (splits, *call.lse_shape)
-    *steps, head, step = row_major((splits, *call.lse_shape))
-    behind = address + 4 * math.prod(shape)
-    return o, View(behind, (*rows, last, heads), (*steps, step, head), "fp32", index)
-
-
-def heads_last_strides(call: Problem) -> tuple[int, ...]:
-    """Strides of the LSE, a batch's rows before its heads."""
-    return partials(call, 1, -1)[1].strides[1:]
-
-
-def run_plan(
-    library: Framework, plan: Plan, views: list[Any], out: Any, lse: Any, cache_seqlen: int
-) -> None:
-    """Launch a call.
-
-    Parameters
-    ----------
-    views : of the inputs.
-    out, lse : of library.empty; lse None: not wanted.
-    cache_seqlen : see `attend`.
-    """
-    call, index = plan.call, plan.device
-    stream = library.stream(index)
-    seqlen_k = call.seqlen_k if cache_seqlen < 0 else cache_seqlen + call.seqlen_new
-    if plan.append is not None:
-        run_step(plan.append, views, (), seqlen_k, stream, index)
-    if plan.forward is not None:
-        o, sums = library.pointer(out), 0 if lse is None else library.pointer(lse)
-        if plan.combine is None:
-            run_step(plan.forward, views, (o, sums), seqlen_k, stream, index)
-        else:
-            splits = plan.forward.grid.splits
-            workspace = library.empty((splits * sum(plan.partial),), "fp32", index)
-            part = library.pointer(workspace)
-            part_lse = part + 4 * splits * plan.partial[0]
-            run_step(plan.forward, views, (part, part_lse), seqlen_k, stream, index)
-            kernel, grid, head, _, _, rest = plan.combine
-            launch.launch(kernel, grid, head, (part, part_lse, o, sums), rest, stream, index)
-    if plan.forward is not None or plan.append is not None:
-        library.hold(stream, index, views)
-
-
-def run_step(
-    step: Step,
-    views: list[Any],
-    outputs: tuple[int, ...],
-    seqlen_k: int,
-    stream: int,
-    index: int,
-) -> None:
-    """Launch the forward or the append kernel; `outputs`: addresses of the forward's."""
-    values = list(step.values)
-    for place, view, offset in step.sources:
-        values[place] = views[view].ptr + offset
-    if outputs:
-        values[launch.OUTPUT : launch.OUTPUT + 2] = outputs
-    values[-1] = seqlen_k
-    launch.launch(step.kernel, step.grid, step.head, values, step.rest, stream, index)
-
-
 def on_host(
     library: Framework,
     signature: Signature,
     inputs: tuple[Any, ...],
-    views: list[Any],
+    seen: Seen,
     options: tuple[Any, ...],
     cache_seqlen: int,
 ) -> tuple[Any, Any]:
     """(out, lse) of a call on host arrays, by NumPy or, if RTFLASH_BACKEND says so, by the emulated kernels."""
-    call = check(signature, inputs, views, options)
+    call = check(signature, inputs, views_from(seen), options)
     tensors = signature.arrange(*(None if x is None else host(library, x) for x in inputs))
     emulated = settings.backend() == "emulate"
     if emulated:

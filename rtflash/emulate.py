@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from . import device, launch, select, settings
 from . import problem as problems
-from .call import heads_last_strides, partials
 from .cxx import why_not as why_not
 from .dlpack import row_major
 from .guarded import READ, REWRITE, WRITE, Guarded, How, output, start, unwritten, view
 from .merging import is_aligned
 from .partials import Combine
+from .plan import partials
 from .problem import Problem, Tensors
 from .report import EmulationError, Outcome, Report, total
 from .spec import AnySpec, CombineSpec, Spec
@@ -173,7 +173,7 @@ def attend(
     how: How,
     check: bool,
 ) -> Report:
-    """The launches of a call, as `call.run_plan` makes them; the caller's cache gets the new keys and values."""
+    """The launches of a call, as `plan.make` plans them; the caller's cache gets the new keys and values."""
     p = problem
     given = {name: Guarded(x) for name, x in tensors._asdict().items() if x is not None}
     views = Tensors(**{name: tensor.view for name, tensor in given.items()})
@@ -201,8 +201,8 @@ def attend(
     if spec.split and grid.blocks > 0:
         call = select.splits_combine(p, grid.splits)
         combiner, combine_grid = select.combine(call, True)
-        parts = partials(p, grid.splits, -1)
-        rest = launch.combine_scalars(call, *parts, heads_last_strides(p))
+        o_partial, lse_partial = partials(p, grid.splits, -1)
+        rest = launch.combine_scalars(call, o_partial, lse_partial, lse_partial.strides[1:])
         outcomes.append(merge(combiner, combine_grid, (o, sums, out, lse), rest, how))
     report = finish(spec, out, lse, outcomes, check)
     if p.seqlen_new:

@@ -7,7 +7,7 @@ import functools
 import math
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .problem import Combine, Problem, Tensors
@@ -19,14 +19,8 @@ if TYPE_CHECKING:
 
 AXES = ("batch", "row", "head")
 SEQUENCES = (
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_q",
-    "seqused_k",
-    "leftpad_k",
-    "cache_batch_idx",
-    "block_table",
-)
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "cache_batch_idx", "block_table",
+)  # fmt: skip
 
 
 class Layout(NamedTuple):
@@ -68,71 +62,30 @@ FORWARD = Layout(
     ("q", "k", "v", "o", "lse", "alibi_slopes", "rotary_cos", "rotary_sin", *PLACES),
     LENGTHS,
     (
-        *strides_of("q", "k", "v", "o"),
-        "o_split_stride",
-        "lse_split_stride",
-        "lse_batch_stride",
-        "lse_head_stride",
-        "alibi_batch_stride",
-        "alibi_head_stride",
-        "rotary_cos_stride",
-        "rotary_sin_stride",
-        "table_stride",
+        *strides_of("q", "k", "v", "o"), "o_split_stride", "lse_split_stride", "lse_batch_stride", "lse_head_stride",
+        "alibi_batch_stride", "alibi_head_stride", "rotary_cos_stride", "rotary_sin_stride", "table_stride",
     ),
     (
-        "heads",
-        "group",
-        "pairs",
-        "section",
-        "splits",
-        "window_left",
-        "window_right",
-        "total_q",
-        "total_k",
-        "k_batch",
-        "page_size",
-        "pages",
-        "seqlen_new",
-        "positions",
-        "rotary_half",
-        "rotate_by_row",
+        "heads", "group", "pairs", "section", "splits", "window_left", "window_right", "total_q", "total_k", "k_batch",
+        "page_size", "pages", "seqlen_new", "positions", "rotary_half", "rotate_by_row",
     ),
     ("score_scale", "softcap_log2"),
-)
+)  # fmt: skip
 COMBINE = Layout(
     ("o_partial", "lse_partial", "o", "lse"),
     (),
-    (
-        "o_split_stride",
-        *strides_of("o_partial"),
-        "lse_split_stride",
-        *strides_of("lse_partial", "lse"),
-    ),
+    ("o_split_stride", *strides_of("o_partial"), "lse_split_stride", *strides_of("lse_partial", "lse")),
     ("seqlen", "heads", "head_dim", "splits"),
-)
+)  # fmt: skip
 APPEND = Layout(
     ("k_new", "v_new", "k", "v", "rotary_cos", "rotary_sin", *PLACES),
     LENGTHS,
+    (*strides_of("k_new", "v_new", "k", "v"), "rotary_cos_stride", "rotary_sin_stride", "table_stride"),
     (
-        *strides_of("k_new", "v_new", "k", "v"),
-        "rotary_cos_stride",
-        "rotary_sin_stride",
-        "table_stride",
-    ),
-    (
-        "seqlen_new",
-        "heads",
-        "head_dim",
-        "head_dim_v",
-        "slots",
-        "k_batch",
-        "page_size",
-        "pages",
-        "positions",
+        "seqlen_new", "heads", "head_dim", "head_dim_v", "slots", "k_batch", "page_size", "pages", "positions",
         "rotary_half",
     ),
-)
-OUTPUT = FORWARD.pointers.index("o")  # and behind it the LSE
+)  # fmt: skip
 FORWARD_HEAD, COMBINE_HEAD, APPEND_HEAD = FORWARD.head, COMBINE.head, APPEND.head
 FORWARD_REST, COMBINE_REST, APPEND_REST = FORWARD.rest, COMBINE.rest, APPEND.rest
 PARAMS_BYTES = max(layout.head.size + layout.rest.size for layout in (FORWARD, COMBINE, APPEND))
@@ -297,8 +250,45 @@ def used_strides(view: View) -> tuple[int, ...]:
     )
 
 
-class _Arguments(threading.local):
-    """This thread's Params, the argument pointers that the driver reads before a launch returns, and the driver."""
+class Step(NamedTuple):
+    """A launch, but for what changes from call to call.
+
+    Attributes
+    ----------
+    kernel : what is launched.
+    shape : what the driver wants to know beside Params and stream: function, blocks, threads, shared bytes.
+    pack : writes Params into a buffer.
+    pick : the head of Params from the numbers of a call.
+    rest : of Params, what *_scalars packed.
+    """
+
+    kernel: Kernel
+    shape: tuple[int, ...]
+    pack: Callable[..., None]
+    pick: Callable[[Sequence[int]], Sequence[int]]
+    rest: bytes
+
+
+def step(
+    kernel: Kernel,
+    grid: Grid,
+    head: struct.Struct,
+    pick: Callable[[Sequence[int]], Sequence[int]],
+    rest: bytes,
+) -> Step:
+    """A Step; `head`: one of *_HEAD, which packs what `pick` gives."""
+    shape = (kernel.function, grid.blocks, 1, 1, grid.threads, 1, 1, grid.shared_bytes)
+    return Step(kernel, shape, whole(head, len(rest)).pack_into, pick, rest)
+
+
+@functools.cache
+def whole(head: struct.Struct, rest: int) -> struct.Struct:
+    """Packs Params: a head, and behind it so many bytes."""
+    return struct.Struct(f"{head.format}{rest}s")
+
+
+class _Arguments:
+    """A thread's Params, the argument pointers that the driver reads before a launch returns, and the driver."""
 
     def __init__(self) -> None:
         from cupy_backends.cuda.api import driver, runtime
@@ -312,9 +302,16 @@ class _Arguments(threading.local):
         self.devices: set[int] = set()  # devices whose context this thread has made current once
 
 
-@functools.cache
+_thread = threading.local()
+
+
 def _arguments() -> _Arguments:
-    return _Arguments()
+    """This thread's."""
+    try:
+        return _thread.arguments
+    except AttributeError:
+        _thread.arguments = _Arguments()
+        return _thread.arguments
 
 
 def launch(
@@ -326,33 +323,35 @@ def launch(
     stream: int,
     device: int,
 ) -> None:
-    """Launch a kernel; returns at once.
+    """Launch a kernel once.
 
     Parameters
     ----------
     head, values : one of *_HEAD, and what it packs: device addresses (0 = null) and lengths.
-    rest : what *_scalars packed.
+    rest, stream, device : see Step and `run`.
+    """
+    run((step(kernel, grid, head, tuple, rest),), values, stream, device)
+
+
+def run(steps: Sequence[Step], numbers: Sequence[int], stream: int, device: int) -> None:
+    """Launch kernels one behind the other; returns at once.
+
+    Parameters
+    ----------
+    numbers : what the steps pick from.
     stream : raw CUstream of `device`.
     device : CUDA index; the current device is the same afterwards.
     """
     arguments = _arguments()
-    head.pack_into(arguments.params, 0, *values)
-    arguments.bytes[head.size : head.size + len(rest)] = rest
     previous = arguments.get_device()
     if previous != device or device not in arguments.devices:
         # A thread's first CUDA call must make the device's context current; cuLaunchKernel does not.
         arguments.set_device(device)
         arguments.devices.add(device)
     try:
-        arguments.launch_kernel(
-            kernel.function,
-            grid.blocks, 1, 1,
-            grid.threads, 1, 1,
-            grid.shared_bytes,
-            stream,
-            arguments.address,
-            0,
-        )  # fmt: skip
+        for _, shape, pack, pick, rest in steps:
+            pack(arguments.bytes, 0, *pick(numbers), rest)
+            arguments.launch_kernel(*shape, stream, arguments.address, 0)
     finally:
         if previous != device:
             arguments.set_device(previous)

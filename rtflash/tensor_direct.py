@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,10 @@ import numpy as np
 
 from .dlpack import View
 from .memory import packed
-from .tensor_base import SHORT_NAMES, Framework, bfloat16, numpy_dtype, short_name
+from .tensor_base import ALIGN, SHORT_NAMES, Framework, Seen, bfloat16, numpy_dtype, short_name
 
-make_tuple = tuple.__new__  # View(...) takes 0.2 us more, a fifth of the whole view
-
+# Only views of complex tensors are negated lazily, and no complex type has such parts.
+NEVER_NEGATED = {"bf16", "int32"}
 
 MAX_PATTERNS = 4096  # a pattern is a few hundred bytes on the host
 
@@ -40,7 +41,7 @@ class Torch(Framework):
         self.devices = {-1: torch.device("cpu")}
         self.empty_like = torch.empty_like
         self.elements: dict[tuple[str, int], Any] = {}
-        self.patterns: dict[tuple[tuple[int, ...], str, int], Any] = {}
+        self.patterns = functools.lru_cache(MAX_PATTERNS)(self.pattern)
         self.grad_enabled = torch.is_grad_enabled
         self.raw_stream: Callable[[int], int] = getattr(
             torch._C,
@@ -48,19 +49,41 @@ class Torch(Framework):
             lambda index: torch.cuda.current_stream(index).cuda_stream,
         )
 
-    def view(self, x: Any, name: str = "tensor") -> View:
+    def see(self, inputs: tuple[Any, ...]) -> Seen | None:
+        if self.forward_ad._current_level >= 0:
+            return None
+        kind, short_names, indices = type(inputs[0]), self.short_names, self.indices
+        addresses: list[int] = []
+        geometry: list[Any] = []
         try:
-            ptr, dtype = x.data_ptr(), self.short_names[x.dtype]
-            # Only views of complex tensors are negated lazily, and no complex type has bf16 parts.
-            if ptr and (dtype == "bf16" or not x.is_neg()):
-                fields = (ptr, x.shape, x.stride(), dtype, self.indices[x.device])
-                return make_tuple(View, fields)
-        except (KeyError, RuntimeError):
-            pass
-        return self.checked_view(x, name)
+            for x in inputs:
+                if x is None:
+                    addresses.append(0)
+                    geometry.append(None)
+                    continue
+                ptr, dtype = x.data_ptr(), short_names[x.dtype]
+                if (
+                    type(x) is not kind
+                    or (x.requires_grad and self.grad_enabled())
+                    or ptr == 0
+                    or (dtype not in NEVER_NEGATED and x.is_neg())
+                ):
+                    return None
+                addresses.append(ptr)
+                geometry.append((ptr % ALIGN, x.shape, x.stride(), dtype, indices[x.device]))
+        except (AttributeError, KeyError, RuntimeError):
+            return None
+        return addresses, geometry, ()
+
+    def view(self, x: Any, name: str = "tensor") -> View:
+        seen = self.see((x,))
+        if seen is None:
+            return self.checked_view(x, name)
+        (ptr,), ((_, *fields),), _ = seen
+        return View(ptr, *fields)
 
     def checked_view(self, x: Any, name: str) -> View:
-        """`view` of a tensor that may be one of the kinds without plain memory, or is empty, or on a new device."""
+        """`view` of a tensor that `see` does not take: it is empty, on a device that was not met yet, or of no use."""
         torch = self.torch
         where = f"ROCm ({x.device})" if x.is_cuda and torch.version.hip else x.device
         if x.device.type not in ("cpu", "cuda") or (x.is_cuda and torch.version.hip):
@@ -79,6 +102,10 @@ class Torch(Framework):
                 f"{name} has no memory of its own (a torch.func transform, a functional or zero tensor); rtflash"
                 " must be called outside of those for now"
             )
+        if self.needs_grad(x):
+            raise NotImplementedError(
+                f"{name} requires grad; rtflash has no backward yet: call it under torch.no_grad(), or detach {name}"
+            )
         index = x.get_device()
         self.indices[x.device], self.devices[index] = index, x.device
         return View(ptr, x.shape, x.stride(), self.short_names[x.dtype], index)
@@ -95,10 +122,10 @@ class Torch(Framework):
         return packed.view(x.dtype).reshape(x.shape)
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
-        pattern = self.patterns.get((shape, dtype, device))
-        if pattern is None:
-            pattern = self.pattern(shape, dtype, device)
-        return self.empty_like(pattern)
+        return self.empty_like(self.patterns(shape, dtype, device))
+
+    def allocator(self, shape: tuple[int, ...], dtype: str, device: int) -> Callable[[], Any]:
+        return functools.partial(self.empty_like, self.patterns(shape, dtype, device))
 
     def pattern(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
         """What `empty_like` makes a tensor of, in less host time than torch.empty takes with a dtype and a device.
@@ -111,10 +138,7 @@ class Torch(Framework):
         element = self.elements.get((dtype, device))
         if element is None:
             element = self.elements[dtype, device] = self.torch.empty(1, **place)
-        if len(self.patterns) >= MAX_PATTERNS:
-            self.patterns.clear()
-        pattern = self.patterns[shape, dtype, device] = element.expand(shape)
-        return pattern
+        return element.expand(shape)
 
     def pointer(self, out: Any) -> int:
         try:
@@ -153,6 +177,7 @@ class Torch(Framework):
         return self.torch.from_numpy(array.view(np.int16)).view(self.torch.bfloat16)
 
     def needs_grad(self, x: Any) -> bool:
+        """Whether the caller expects gradients of what is computed from x."""
         if x.requires_grad and self.grad_enabled():
             return True
         forward_ad = self.forward_ad

@@ -33,9 +33,9 @@ from rtflash import emulate, inference, problem, render
 from rtflash.build import CompileError
 from rtflash.problem import Problem, Tensors
 from rtflash.report import EmulationError
-from rtflash.select import Tile
 from rtflash.spec import Spec
 from rtflash.tensor import View
+from rtflash.tiles import Tile
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 120.0  # a mutated loop may never end

@@ -300,7 +300,7 @@ def table_calls() -> list[Any]:
     for arch, limit in ARCHS.items():
         dtype = "fp16" if arch == "sm_75" else "bf16"
         for name, table in TABLES.items():
-            for row in table[limit * select.KIB]:
+            for row in table[limit * device.KIB]:
                 d, kinds = row.max_head_dim, KINDS[name]
                 calls = {
                     kind: Call(*lengths, head_dim=d, dtype=dtype, **options)
@@ -318,7 +318,7 @@ def table_calls() -> list[Any]:
 def test_every_tile_of_the_tables_is_among_the_calls() -> None:
     for arch, limit in ARCHS.items():
         for name, table in TABLES.items():
-            rows = table[limit * select.KIB]
+            rows = table[limit * device.KIB]
             wanted = {tile for row in rows for tile in (row.tile, row.narrow or row.tile)}
             assert wanted == {
                 select.Tile(*(getattr(spec, field) for field in select.Tile._fields))

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_gpu import LIBRARY, Library, view
 
 import rtflash
-from rtflash import build, call, device, inference, merging, problem, select
+from rtflash import build, call, device, inference, lengths, merging, plan, problem, select
 from rtflash.problem import Tensors
 from rtflash.tensor import Framework, View
-
-
-def view(*shape: int, dtype: str = "fp16", device: int = 0, ptr: int = 256, step: int = 1) -> View:
-    """A View whose axes follow one another, the inner one with a stride of `step` elements."""
-    strides = tuple(step * math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return View(ptr, shape, strides, dtype, device)
 
 
 def ints(*shape: int, **options: Any) -> View:
@@ -184,6 +178,11 @@ REFUSALS: dict[str, tuple[type[Exception], str, Any]] = {
         "^cu_seqlens_k is None; it must be given where there is no block_table$",
         lambda: varlen(VARLEN._replace(cu_seqlens_k=None)),
     ),
+    "pages without lengths": (
+        ValueError,
+        "^cu_seqlens_k and seqused_k are None; with block_table one of them must give the keys' lengths$",
+        lambda: varlen(PAGED._replace(cu_seqlens_k=None)),
+    ),
     "used of another batch": (
         ValueError,
         r"^seqused_q has shape \(4,\); it must be \(3,\)$",
@@ -201,17 +200,17 @@ REFUSALS: dict[str, tuple[type[Exception], str, Any]] = {
     ),
     "strided pages": (
         ValueError,
-        r"^k has strides \(.*, 2\) .* a cache is never copied$",
+        r"^k has strides \(.*, 2\); the last, .* never copied: allocate it with head_dim innermost$",
         lambda: varlen(PAGED._replace(k=view(7, 16, 2, 64, step=2))),
     ),
     "strided cache": (
         ValueError,
-        r"^v_cache has strides",
+        r"^v_cache has strides \(.*, 2\); the last, head_dim's, must be 1",
         lambda: kvcache(CACHE._replace(v=view(4, 40, 2, 32, step=2))),
     ),
     "a cache between elements": (
         ValueError,
-        "^k_cache has strides .* address 0x101; ",
+        "^k_cache has address 0x101; it must be a multiple of its 2-byte elements, .* allocate it ",
         lambda: kvcache(CACHE._replace(k=view(4, 40, 2, 64, ptr=257))),
     ),
     "a cache of fewer sequences": (
@@ -233,6 +232,25 @@ REFUSALS: dict[str, tuple[type[Exception], str, Any]] = {
         ValueError,
         r"^v has shape \(3, 2, 2, 64\); with v_cache \(4, 40, 2, 32\) it must be \(3, 2, 2, 32\)$",
         lambda: kvcache(APPEND._replace(v_new=view(3, 2, 2, 64))),
+    ),
+    "an append to an expanded cache": (
+        ValueError,
+        r"^v_cache has shape \(4, 40, 2, 32\) and strides \(0, 64, 32, 1\); with k no stride .* may be 0",
+        lambda: kvcache(APPEND._replace(v=APPEND.v._replace(strides=(0, 64, 32, 1)))),
+    ),
+    "an append to heads that are one": (
+        ValueError,
+        r"^k_cache has shape .* with k no stride .* may be 0",
+        lambda: kvcache(APPEND._replace(k=APPEND.k._replace(strides=(2560, 64, 0, 1)))),
+    ),
+    "an append to one page": (
+        ValueError,
+        r"^k_cache has shape .* with k no stride .* may be 0",
+        lambda: kvcache(
+            APPEND._replace(
+                k=PAGED.k._replace(strides=(0, 128, 64, 1)), v=PAGED.v, block_table=ints(3, 5)
+            )
+        ),
     ),
     "no length": (
         ValueError,
@@ -303,6 +321,15 @@ REFUSALS: dict[str, tuple[type[Exception], str, Any]] = {
             view(3, 5, 4, 8), view(3, 5, 4, dtype="fp32"), view(5, 4, 8, step=2)
         ),
     ),
+    "a result between elements": (
+        ValueError,
+        "^out has address 0x102; it must be a multiple of its 4-byte elements$",
+        lambda: problem.combine(
+            view(3, 5, 4, 8),
+            view(3, 5, 4, dtype="fp32"),
+            view(5, 4, 8, dtype="fp32", ptr=258),
+        ),
+    ),
     "LSE to merge": (
         ValueError,
         r"^lse_b has shape \(2, 5, 4\); it must be \(2, 4, 5\)$",
@@ -321,6 +348,40 @@ def test_refusals(name: str) -> None:
     error, message, make = REFUSALS[name]
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "uint16", "float64", "bool"])
+def test_merges_take_no_other_dtype(dtype: str) -> None:
+    """Of no tensor that they read or write."""
+    parts = {"out_partial": view(3, 5, 4, 8), "lse_partial": view(3, 5, 4, dtype="fp32")}
+    states = {name: view(5, 4, 8) for name in ("out_a", "out_b")}
+    states |= {name: view(4, 5, dtype="fp32") for name in ("lse_a", "lse_b")}
+    for make, given in ((problem.combine, parts | {"out": view(5, 4, 8)}), (problem.merge, states)):
+        make(**given)
+        for name, x in given.items():
+            wanted = "fp32" if "lse" in name else "fp16, bf16 or fp32"
+            with pytest.raises(TypeError, match=f"^{name} is {dtype}; it must be {wanted}$"):
+                make(**given | {name: x._replace(dtype=dtype)})
+
+
+def test_strides_that_mean_nothing() -> None:
+    """A cache may be read whatever its strides, and an axis of one element has none."""
+    expanded = (0, 64, 32, 1)
+    kvcache(CACHE._replace(v=CACHE.v._replace(strides=expanded)))
+    one = {"q": view(1, 2, 4, 64), "k": view(1, 40, 2, 64), "seqused_k": ints(1)}
+    new = {"k_new": view(1, 2, 2, 64), "v_new": view(1, 2, 2, 32)}
+    kvcache(APPEND._replace(**one, **new, v=View(256, (1, 40, 2, 32), expanded, "fp16", 0)))
+
+
+@pytest.mark.parametrize("window", [(2**31 - 1, 2**31 - 1), (-1, 2**29), (2**29, -1)], ids=str)
+def test_a_window_that_hides_nothing_still_says_how_queries_are_rotated(
+    window: tuple[int, int],
+) -> None:
+    assert kvcache(ROTARY, window_size=window).mask == "window"
+    assert kvcache(ROTARY, window_size=window, causal=True).mask == "causal"
+    assert kvcache(APPEND, window_size=window).mask == "full"
+    assert kvcache(ROTARY, window_size=(-1, -1)).mask == "full"
+    assert kvcache(ROTARY, window_size=np.array([-1, -1])).mask == "full"
 
 
 def test_every_reason_is_listed() -> None:
@@ -536,6 +597,36 @@ WRONG_CONTENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"page_table": int32([0, -1], [-1, 2])},
         "block_table and page_table are both given",
     ),
+    "a cache without rows": (
+        cache_call,
+        {"k_cache": zeros(0, 16, 1, 8), "v_cache": zeros(0, 16, 1, 8)},
+        r"^cache_batch_idx\[0\] is 2; nothing fits: k_cache has no row$",
+    ),
+    "a cache without pages": (
+        paged_call,
+        {"k_cache": zeros(0, 4, 1, 8), "v_cache": zeros(0, 4, 1, 8)},
+        r"^block_table\[0, 0\] is 0, .*; nothing fits: k_cache has no page$",
+    ),
+    "a table without columns": (
+        paged_call,
+        {"block_table": np.zeros((2, 0), np.int32)},
+        r"^cache_seqlens\[0\] is 3; it must be in 0..0$",
+    ),
+    "no position for so many queries": (
+        append_call,
+        {"q": zeros(2, 20, 2, 8), "causal": True, **TABLES},
+        r"^cache_seqlens\[0\] is 3; nothing fits with 1 new key and 20 queries and 16 rotary positions",
+    ),
+    "no position for so many queries, int": (
+        append_call,
+        {"q": zeros(2, 20, 2, 8), "causal": True, "cache_seqlens": 3, **TABLES},
+        "^cache_seqlens is 3; nothing fits with 1 new key and 20 queries",
+    ),
+    "a pad of a negative length": (
+        cache_call,
+        {"cache_seqlens": int32(-1, 3), "cache_leftpad": int32(0, 0)},
+        r"^cache_seqlens\[0\] is -1; it must be in 0..16$",
+    ),
     # Queries stand at positions up to 15 + 3.
     "queries past the table": (
         append_call,
@@ -596,45 +687,83 @@ def test_read_only_caches() -> None:
         append_call(k_cache=cache)
 
 
+def test_a_read_only_result_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "_on_host", None)
+    out = zeros(5, 4, 8)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match=r"^out is read-only"):
+        rtflash.flash_attn_combine(zeros(3, 5, 4, 8), np.zeros((3, 5, 4), np.float32), out)
+
+
+BUFFER = zeros(3, 2, 16, 2, 32)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (BUFFER[:, 0, :, :, :8], BUFFER[:, 0, :, :, :8]),
+        (BUFFER[:, 0, :, :, :8], BUFFER[:, 0, :, :, 7:15]),
+        (BUFFER[:2, 0, :, :, :8], BUFFER[1:, 0, :, :, :8]),
+        (BUFFER[:, 0, :, :, :8], BUFFER[:, 0, ::-1, :, :8]),
+    ],
+    ids=["same", "a column", "a row", "backwards"],
+)
+def test_caches_that_share_memory(one: Any, other: Any) -> None:
+    """They may be read, not appended to."""
+    changes = {"q": zeros(1, 1, 2, 8), "cache_seqlens": int32(3), "cache_batch_idx": int32(0)}
+    new = {"k": zeros(1, 1, 2, 8), "v": zeros(1, 1, 2, 8)}
+    cache_call(k_cache=one, v_cache=other, **changes)
+    with pytest.raises(ValueError, match=r"^k_cache and v_cache share memory; they must not"):
+        cache_call(k_cache=one, v_cache=other, **changes, **new)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
+def test_new_keys_in_a_cache(cache: str, name: str) -> None:
+    caches = {"k_cache": zeros(3, 16, 1, 8), "v_cache": zeros(3, 16, 1, 8)}
+    append_call(**caches)
+    for length in (int32(3, 15), 3):
+        with pytest.raises(ValueError, match=f"^{cache} and {name} share memory; they must not"):
+            append_call(**caches, **{name: caches[cache][:2, 4:5]}, cache_seqlens=length)
+
+
+@pytest.mark.parametrize("layout", ["bs2hd", "2bshd", "b2shd", "bsh2d", "bhs2d"])
+def test_caches_that_lie_between_each_other(layout: str) -> None:
+    """Keys and values in one tensor share bounds and no element."""
+    sizes = {"b": 3, "s": 16, "2": 2, "h": 2, "d": 32}
+    order = [layout.index(axis) for axis in "2bshd"]
+    k, v = np.zeros([sizes[axis] for axis in layout], np.float16).transpose(order)
+    new = np.ones((2, 1, 2, 32), np.float16)
+    append_call(q=zeros(2, 1, 2, 32), k_cache=k, v_cache=v, k=new, v=2 * new)
+    for x, value in ((k, 1), (v, 2)):
+        assert x.sum() == x[[2, 0], [3, 15]].sum() == value * new.size
+
+
 def test_inputs_of_two_libraries() -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match=r"cache_seqlens is a Tensor; .* same library as q"):
         cache_call(cache_seqlens=torch.zeros(2, dtype=torch.int32))
 
 
-class Library(Framework):
-    """A library whose tensors are Views, on a device that is not there."""
-
-    name = "none"
-
-    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
-        return view(*shape, dtype=dtype, device=device)
-
-    def contiguous(self, x: Any) -> Any:
-        return view(*x.shape, dtype=x.dtype, ptr=512)
-
-    def view(self, x: Any, name: str = "tensor") -> View:
-        return x
-
-    def pointer(self, out: Any) -> int:
-        return out.ptr
-
-
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """(plan, tensors, lse, cache_seqlen) of each launch; nothing is compiled."""
+    """(plan, addresses, lse, cache_seqlen) of each launch; nothing is compiled."""
     found: list[tuple[Any, ...]] = []
 
-    def plan(library: Framework, signature: Any, made: Any, views: Any) -> call.Plan:
-        rest = (made.out_shape, made.lse_shape, made.dtype, 0)
-        return call.Plan(made, None, None, None, (0, 0), *rest)
+    def make(library: Framework, arrange: Any, made: Any, views: Any) -> plan.Plan:
+        new_out, new_lse = (
+            library.allocator(shape, "fp32", 0) for shape in (made.out_shape, made.lse_shape)
+        )
+        return plan.Plan(made, lengths.longest_cached(made, made.seqlen_k), 0, new_out, new_lse)
 
-    def run(library: Any, plan: Any, views: Any, out: Any, lse: Any, length: int) -> None:
-        found.append((plan, inference.KVCACHE.arrange(*views), lse, length))
+    def run(
+        made: Any, library: Any, addresses: Any, held: Any, out: Any, lse: Any, length: int
+    ) -> None:
+        found.append((made, inference.KVCACHE.arrange(*addresses), lse, length))
 
     monkeypatch.setattr(call, "_plans", {})
-    monkeypatch.setattr(call, "make_plan", plan)
-    monkeypatch.setattr(call, "run_plan", run)
+    monkeypatch.setattr(plan, "make", make)
+    monkeypatch.setattr(plan, "run", run)
     return found
 
 
@@ -642,11 +771,12 @@ def decode(length: int, **changes: Any) -> Any:
     """A call of flash_attn_with_kvcache on a GPU, from where its inputs are Views."""
     t = APPEND._replace(**{"seqused_k": None, **changes})
     views = [
-        t.q, t.k, t.v, t.k_new, t.v_new, t.rotary_cos, t.rotary_sin, t.seqused_k, t.cache_batch_idx, t.leftpad_k,
-        t.block_table, t.alibi_slopes,
+        t.q, t.k, t.v, t.seqused_k, t.k_new, t.v_new, t.block_table, t.rotary_cos, t.rotary_sin, t.cache_batch_idx,
+        t.leftpad_k, t.alibi_slopes,
     ]  # fmt: skip
     options = (None, True, (-1, -1), 0.0, True, 0, length >= 0)
-    return call.on_device(Library(), inference.KVCACHE, tuple(views), views, options, True, length)
+    seen = call.seen_of(views)
+    return call.on_device(LIBRARY, inference.KVCACHE, tuple(views), seen, options, True, length)
 
 
 def test_a_decode_loop_makes_one_plan(launches: list[tuple[Any, ...]]) -> None:
@@ -654,7 +784,7 @@ def test_a_decode_loop_makes_one_plan(launches: list[tuple[Any, ...]]) -> None:
         decode(length, k=view(4, 40, 2, 64, ptr=1024 * (length + 1)))
     assert len({id(plan) for plan, *_ in launches}) == 1
     assert [length for *_, length in launches] == list(range(30))
-    assert launches[7][1].k.ptr == 8 * 1024
+    assert launches[7][1].k == 8 * 1024
     assert launches[0][2].shape == (3, 4, 2)
 
 
@@ -672,8 +802,8 @@ def test_what_cannot_be_read_in_place_is_copied_but_a_cache(
 ) -> None:
     decode(3, q=view(3, 2, 4, 64, step=2), k_new=view(3, 2, 2, 64, step=2))
     decode(-1, seqused_k=ints(3, ptr=258))
-    assert [launches[0][1].q.ptr, launches[0][1].k.ptr, launches[0][1].k_new.ptr] == [512, 256, 512]
-    assert launches[1][1].seqused_k.ptr == 512
+    assert [launches[0][1].q, launches[0][1].k, launches[0][1].k_new] == [512, 256, 512]
+    assert launches[1][1].seqused_k == 512
     with pytest.raises(ValueError, match="a cache is never copied"):
         decode(3, k=view(4, 40, 2, 64, step=2))
 
@@ -784,6 +914,15 @@ def test_warmup_describes_calls_that_are_allowed(
         rtflash.warmup(64, kvcache=True, append=True, rotary="yes")
 
 
+def test_warmup_without_a_gpu_names_what_works() -> None:
+    if device.why_no_gpu() is None:
+        pytest.skip("there is a GPU")
+    with pytest.raises(
+        RuntimeError, match=r"^C.*\. warmup compiles for a GPU .* `rtflash generate` "
+    ):
+        rtflash.warmup(64)
+
+
 def test_states_without_rows_are_merged(merges: list[tuple[Any, ...]]) -> None:
     """No copy gives tensors without elements other strides."""
     views, made = states(0, 5)
@@ -800,12 +939,8 @@ def test_rows_of_no_sequence_are_refused() -> None:
 
 
 @pytest.mark.parametrize("batch", [2, 3])
-def test_no_more_splits_than_the_combine_kernel_merges(
-    monkeypatch: pytest.MonkeyPatch, batch: int
-) -> None:
+def test_no_more_splits_than_the_combine_kernel_merges(batch: int) -> None:
     """One key head and a million slots: whole multiples of the GPU would be more parts than that."""
-    gpu = device.for_arch("sm_80")
-    monkeypatch.setattr(device, "get", lambda index: gpu)
     tensors = Tensors(
         q=view(batch, 1, 8, 128),
         k=view(100, 16, 1, 128),
@@ -813,13 +948,4 @@ def test_no_more_splits_than_the_combine_kernel_merges(
         seqused_k=ints(batch),
         block_table=ints(batch, 65536),
     )
-    options = (None, False, (-1, -1), 0.0, True, 0, False)
-    made = inference.KVCACHE.check(tensors, options, inference.KVCACHE.names)
-    assert select.forward(made, gpu)[1].splits == 256
-
-
-def test_a_packed_axis_must_not_run_backwards_on_a_gpu() -> None:
-    kv = view(2, 5, 2, 2, 8)
-    kv = kv._replace(strides=(160, 32, -16, 8, 1))
-    with pytest.raises(ValueError, match="kv has stride -16 along its packed axis"):
-        rtflash.api.DENSE_KV.arrange(view(2, 5, 2, 8), kv, None)
+    assert select.forward(kvcache(tensors), device.for_arch("sm_80"))[1].splits == 256

@@ -225,7 +225,8 @@ def test_torch_subclasses(torch: Any) -> None:
     assert (
         tensor.framework(x) is tensor.framework(parameter) is tensor.framework(x.as_subclass(Sub))
     )
-    assert tensor.framework(parameter).view(parameter).ptr == x.data_ptr()
+    with torch.no_grad():
+        assert tensor.framework(parameter).view(parameter).ptr == x.data_ptr()
 
 
 def kinds_without_plain_memory(torch: Any) -> dict[str, Any]:
@@ -334,10 +335,34 @@ def test_torch_outputs(torch: Any) -> None:
 
 def test_torch_needs_grad(torch: Any) -> None:
     fw, x = tensor.framework(torch.ones(1)), torch.ones(1, requires_grad=True)
-    assert fw.needs_grad(x)
-    assert not fw.needs_grad(x.detach())
+    with pytest.raises(NotImplementedError, match=r"^k requires grad"):
+        fw.view(x, "k")
+    assert fw.view(x.detach()).shape == (1,)
     with torch.no_grad():
-        assert not fw.needs_grad(x)
+        assert fw.view(x).shape == (1,)
+
+
+def test_torch_inputs_at_once(torch: Any) -> None:
+    """`see` gives the parts of the Views that `view` gives, or leaves tensors that it does not take to `view`."""
+    fw = tensor.framework(torch.ones(1))
+    q = torch.ones(24, dtype=torch.bfloat16)[1:].as_strided((2, 3), (4, 2))
+    lengths = torch.ones(3, dtype=torch.int32)
+    fw.view(q)
+    seen = fw.see((q, None, lengths))
+    assert seen == (
+        [q.data_ptr(), 0, lengths.data_ptr()],
+        [
+            (q.data_ptr() % 16, (2, 3), (4, 2), "bf16", -1),
+            None,
+            (lengths.data_ptr() % 16, (3,), (1,), "int32", -1),
+        ],
+        (),
+    )
+    imaginary = torch.ones(3, dtype=torch.complex64).conj().imag
+    others = (torch.ones(0), torch.ones(1, requires_grad=True), imaginary, np.ones(1), "q")
+    for x in others:
+        assert fw.see((q, x)) is None
+    assert tensor.framework(np.ones(1)).see((np.ones(1),)) is None
 
 
 # JAX
@@ -370,7 +395,6 @@ def test_case_b43_jax_on_the_host(cpu: Any, shape: tuple[int, ...]) -> None:
     assert back.devices() == x.devices()
     np.testing.assert_array_equal(np.asarray(back + x), np.asarray(x) * 3)
     assert np.asarray(x).shape == shape
-    assert not fw.needs_grad(x)
 
 
 def test_jax_view_is_in_place(cpu: Any) -> None:

@@ -40,10 +40,12 @@ KERNEL_MODULES = (
     "merging",
     "nvrtc",
     "partials",
+    "plan",
     "problem",
     "render",
     "select",
     "spec",
+    "tiles",
 )
 PACKAGES = ("torch", "cupy", "jax", "numpy")
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rtflash import build, select
 from rtflash.device import KIB, Device
-from rtflash.select import Tile
 from rtflash.spec import ALIGNMENTS, ELEMENT_BYTES, WARP_SIZE, Spec, padded_head_dim
+from rtflash.tiles import Tile
 
 WRONG = "wrong result"
 TILE = re.compile(r"m(\d+)x(\d+)_w(\d+)(k?)s(\d+)(_qreg)?(?:_b(\d+))?")

@@ -1,4 +1,4 @@
-"""Time candidate tiles on this GPU beside FlashAttention-2: the measurement behind the tables of rtflash/select.py.
+"""Time candidate tiles on this GPU beside FlashAttention-2: the measurement behind the tables of rtflash/tiles.py.
 
 usage: python tools/tune.py [--head-dim 64,128] [--tile m128x64_w4s2_qreg_b2,...] [--shared 99] [--json FILE]
        python tools/tune.py --rows few [--head-dim 64,128] [--tile m16x128_w4ks2_qreg,...] [--json FILE]
@@ -27,9 +27,9 @@ from rtflash import build, device, launch, select
 from rtflash.__main__ import import_tool
 from rtflash.device import KIB, Device
 from rtflash.problem import Tensors, dense
-from rtflash.select import Tile
 from rtflash.spec import MAX_HEAD_DIM, Spec
 from rtflash.tensor import framework
+from rtflash.tiles import Tile
 
 bench, chart, peers, screen = (import_tool(name) for name in ("bench", "chart", "peers", "screen"))
 timing, trial, tune_decode = (import_tool(name) for name in ("timing", "trial", "tune_decode"))

@@ -8,13 +8,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rtflash import api, build, call, select
+from rtflash import build, plan, select
 from rtflash.device import KIB, Device
-from rtflash.problem import dense
-from rtflash.select import Row as TableRow
-from rtflash.select import Tile
+from rtflash.problem import Tensors, dense
 from rtflash.spec import MAX_HEAD_DIM
 from rtflash.tensor import framework
+from rtflash.tiles import Row as TableRow
+from rtflash.tiles import Tile
 
 from . import trial
 from .bench_inference import CACHE_SHAPES, ELEMENT_BYTES, cache
@@ -40,11 +40,11 @@ def make_call(tile: Tile, q: Any, k: Any, v: Any, num_splits: int = 0) -> Callab
     views = [library.view(x) for x in (q, k, v)]
     with in_table(tile):
         problem = dense(*views, num_splits=num_splits)
-        plan = call.make_plan(library, api.DENSE, problem, [*views, None])
-    out = library.empty(plan.out_shape, plan.dtype, plan.device)
+        made = plan.make(library, Tensors, problem, views)
+    out = made.new_out()
 
     def queue() -> Any:
-        call.run_plan(library, plan, views, out, None, -1)
+        plan.run(made, library, [view.ptr for view in views], views, out, None, -1)
         return library.result(out)
 
     return queue

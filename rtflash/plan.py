@@ -1,0 +1,198 @@
+"""Plan: everything of a call on a GPU that depends on no address; made once, and run at every such call."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from . import build, device, launch, lengths, select
+from .dlpack import row_major
+from .problem import Problem, Tensors
+from .spec import AnySpec, Spec
+from .tensor import Framework, View
+
+# The numbers of a call, which its launches pick from: 0, these, behind them the inputs' addresses and Plan.shifts.
+OUT, LSE, WORKSPACE, SEQLEN_Q, SEQLEN_K, INPUTS = range(1, 7)
+# While a plan is made, a number's place times this stands for it, give or take an offset below half of this.
+MARK = 2**48
+OUTPUTS = OUT * MARK, LSE * MARK
+LENGTHS = SEQLEN_Q * MARK, SEQLEN_K * MARK
+
+
+class Launch(NamedTuple):
+    """A launch to be; `head`: one of launch.*_HEAD; `marks`: what it packs; `rest`: what launch.*_scalars packed."""
+
+    spec: AnySpec
+    grid: select.Grid
+    head: struct.Struct
+    marks: Sequence[int]
+    rest: bytes
+
+
+class Plan(NamedTuple):
+    """What a call needs besides its numbers.
+
+    Attributes
+    ----------
+    call : the problem.
+    longest : the most keys that an int may say a cache holds of each sequence, see lengths.check_length.
+    device : CUDA index.
+    new_out, new_lse : make the outputs.
+    new_workspace : makes what a split forward writes and combine reads; None: not split.
+    steps : the launches in their order: append, forward, combine, but for those that have nothing to do.
+    shifts : (place, offset) of numbers that are another one plus an offset.
+    """
+
+    call: Problem
+    longest: int
+    device: int
+    new_out: Callable[[], Any]
+    new_lse: Callable[[], Any]
+    new_workspace: Callable[[], Any] | None = None
+    steps: tuple[launch.Step, ...] = ()
+    shifts: tuple[tuple[int, int], ...] = ()
+
+
+def make(
+    library: Framework,
+    arrange: Callable[..., Tensors],
+    call: Problem,
+    views: Sequence[View | None],
+) -> Plan:
+    """Choose the variants of a checked call, and compile and load them.
+
+    `arrange` makes Tensors of `views`, those of the inputs.
+    """
+    tensors = arrange(*views)
+    marked = arrange(*(v and v._replace(ptr=i * MARK) for i, v in enumerate(views, INPUTS)))
+    index = tensors.q.device
+    gpu, stream = device.get(index), library.stream(index)
+    spec, grid = select.forward(call, gpu)
+    launches = append_launch(call, tensors, marked) if call.seqlen_new else []
+    launches += forward_launches(call, spec, grid, tensors, marked)
+    shifts: dict[tuple[int, int], int] = {}
+    first = INPUTS + len(views)
+    steps = tuple(
+        launch.step(
+            ready(x.spec, gpu, stream), x.grid, x.head, picker(x.marks, shifts, first), x.rest
+        )
+        for x in launches
+        if x.grid.blocks > 0
+    )
+    elements = grid.splits * (math.prod(call.out_shape) + math.prod(call.lse_shape))
+    return Plan(
+        call,
+        max(lengths.longest_cached(call, call.seqlen_k), -1),
+        index,
+        library.allocator(call.out_shape, call.dtype, index),
+        library.allocator(call.lse_shape, "fp32", index),
+        library.allocator((elements,), "fp32", index) if spec.split else None,
+        steps,
+        tuple(shifts),
+    )
+
+
+def append_launch(call: Problem, tensors: Tensors, marked: Tensors) -> list[Launch]:
+    """What writes new keys and values into the cache."""
+    spec, grid = select.append(call)
+    head = launch.append_head(marked, *LENGTHS)
+    scalars = launch.append_scalars(call, tensors)
+    return [Launch(spec, grid, launch.APPEND_HEAD, head, scalars)]
+
+
+def forward_launches(
+    call: Problem, spec: Spec, grid: select.Grid, tensors: Tensors, marked: Tensors
+) -> list[Launch]:
+    """The forward, and after a split one the merge of what it writes into the workspace."""
+    scalars = launch.forward_scalars(call, grid, spec.pack_gqa, tensors)
+    if not spec.split:
+        head = launch.forward_head(marked, *OUTPUTS, *LENGTHS)
+        return [Launch(spec, grid, launch.FORWARD_HEAD, head, scalars)]
+    o, lse = partials(call, grid.splits, tensors.q.device, WORKSPACE * MARK)
+    written = o.ptr, lse.ptr
+    head = launch.forward_head(marked, *written, *LENGTHS)
+    merge = select.splits_combine(call, grid.splits)
+    combiner, combine_grid = select.combine(merge, True)
+    rest = launch.combine_scalars(merge, o, lse, lse.strides[1:])
+    return [
+        Launch(spec, grid, launch.FORWARD_HEAD, head, scalars),
+        Launch(combiner, combine_grid, launch.COMBINE_HEAD, written + OUTPUTS, rest),
+    ]
+
+
+def picker(
+    marks: Sequence[int], shifts: dict[tuple[int, int], int], first: int
+) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """What picks the numbers that `marks` stand for.
+
+    `shifts`: the places, from `first` on, of those that are another one plus an offset; it is added to.
+    """
+    places = []
+    for mark in marks:
+        place = (mark + MARK // 2) // MARK
+        offset = mark - place * MARK
+        if offset:
+            place = shifts.setdefault((place, offset), first + len(shifts))
+        places.append(place)
+    return itemgetter(*places)
+
+
+def ready(spec: AnySpec, gpu: device.Device, stream: int) -> build.Kernel:
+    """The loaded kernel; refused where loading it would break a capture."""
+    if not build.is_loaded(spec, gpu):
+        launch.refuse_capture(stream, spec.name)
+    return build.kernel(spec, gpu)
+
+
+def partials(call: Problem, splits: int, index: int, address: int = 0) -> tuple[View, View]:
+    """The partial outputs (splits, *out_shape) of a split call, and behind them their LSE, as a split's of lse_shape.
+
+    The LSE is shown with its heads last.
+    """
+    shape = (splits, *call.out_shape)
+    o = View(address, shape, row_major(shape), "fp32", index)
+    *rows, heads, last = (splits, *call.lse_shape)
+    *steps, head, step = row_major((splits, *call.lse_shape))
+    behind = address + 4 * math.prod(shape)
+    return o, View(behind, (*rows, last, heads), (*steps, step, head), "fp32", index)
+
+
+def run(
+    plan: Plan,
+    library: Framework,
+    addresses: Sequence[int],
+    held: Sequence[View],
+    out: Any,
+    lse: Any,
+    cache_seqlen: int,
+) -> None:
+    """Launch a call.
+
+    Parameters
+    ----------
+    addresses, held : of the inputs, see Seen.
+    out, lse : of Plan.new_out and new_lse; lse None: not wanted.
+    cache_seqlen : see call.attend.
+    """
+    call, _, index, _, _, new_workspace, steps, shifts = plan
+    if not steps:
+        return
+    workspace = None if new_workspace is None else new_workspace()
+    numbers = [
+        0,
+        library.pointer(out),
+        0 if lse is None else library.pointer(lse),
+        0 if workspace is None else library.pointer(workspace),
+        call.seqlen_q,
+        call.seqlen_k if cache_seqlen < 0 else cache_seqlen + call.seqlen_new,
+        *addresses,
+    ]
+    for place, offset in shifts:
+        numbers.append(max(numbers[place] + offset, 0))  # an input without elements may be at 0
+    stream = library.stream(index)
+    launch.run(steps, numbers, stream, index)
+    if held:
+        library.hold(stream, index, held)

@@ -1,0 +1,230 @@
+"""What a call on a GPU launches: Params, order, plans that are made once; on a GPU that is not there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_gpu import LIBRARY, FakeGpu, view
+
+import rtflash
+from rtflash import call, launch, problem, select
+from rtflash.problem import Tensors
+from rtflash.spec import AppendSpec, CombineSpec, Spec
+from rtflash.tensor import View
+
+OUT = 256  # where LIBRARY puts whatever it makes
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)
+
+
+def at(place: int, *shape: int, **options: Any) -> View:
+    """A View with an address of its own."""
+    return view(*shape, ptr=place << 20, **options)
+
+
+def ints(place: int, *shape: int) -> View:
+    return at(place, *shape, dtype="int32")
+
+
+def pointers(launched: Any) -> dict[str, int]:
+    """The addresses in Params that are not null, in MiB where they are an input's."""
+    names = (*launch.FORWARD.pointers, *launch.COMBINE.pointers, *launch.APPEND.pointers)
+    return {
+        name.removeprefix("sequences."): value / 2**20 if value >= 2**20 else value
+        for name, value in launched.params.items()
+        if name in names and value
+    }
+
+
+def test_a_dense_call(gpu: FakeGpu) -> None:
+    q, k, v = (at(place, 2, 64, 4, 64) for place in (1, 2, 3))
+    rtflash.flash_attn_func(q, k, v, alibi_slopes=at(4, 4, dtype="fp32"))
+    out, lse, _ = rtflash.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert (out.shape, lse.shape) == ((2, 64, 4, 64), (2, 4, 64))
+    first, second = gpu.launched
+    assert pointers(first) == {"q": 1, "k": 2, "v": 3, "o": OUT, "alibi_slopes": 4}
+    assert pointers(second) == {"q": 1, "k": 2, "v": 3, "o": OUT, "lse": OUT}
+    assert (second.params["seqlen_q"], second.params["seqlen_k"]) == (64, 64)
+    described = problem.dense(q, k, v, causal=True)
+    spec, grid = select.forward(described, rtflash.device.get(0))
+    assert (second.spec, second.shape) == (spec, grid[:3])
+    tensors = Tensors(q, k, v)
+    head = launch.forward_head(tensors, OUT, OUT, 64, 64)
+    rest = launch.forward_scalars(described, grid, spec.pack_gqa, tensors)
+    whole = launch.FORWARD_HEAD.pack(*head) + rest
+    assert bytes(gpu.arguments.bytes[: len(whole)]) == whole
+
+
+def test_an_append_to_pages(gpu: FakeGpu) -> None:
+    """Three launches: new keys, the forward into a workspace, the merge of its parts."""
+    given = {
+        "q": at(1, 2, 1, 8, 64),
+        "k_cache": at(2, 700, 16, 2, 64),
+        "v_cache": at(3, 700, 16, 2, 32),
+        "k": at(4, 2, 1, 2, 64),
+        "v": at(5, 2, 1, 2, 32),
+        "rotary_cos": at(6, 8192, 32),
+        "rotary_sin": at(7, 8192, 32),
+        "cache_seqlens": ints(8, 2),
+        "block_table": ints(9, 2, 512),
+        "cache_leftpad": ints(10, 2),
+    }
+    out, lse = rtflash.flash_attn_with_kvcache(**given, causal=True, return_softmax_lse=True)
+    append, forward, combine = gpu.launched
+    assert [type(x.spec) for x in gpu.launched] == [AppendSpec, Spec, CombineSpec]
+    places = {
+        "k": 2, "v": 3, "rotary_cos": 6, "rotary_sin": 7, "seqused_k": 8, "block_table": 9, "leftpad_k": 10,
+    }  # fmt: skip
+    assert pointers(append) == {**places, "k_new": 4, "v_new": 5}
+    splits = forward.params["splits"]
+    assert splits > 1
+    behind = OUT + 4 * splits * math.prod(out.shape)
+    assert pointers(forward) == {**places, "q": 1, "o": OUT, "lse": behind}
+    assert pointers(combine) == {
+        "o_partial": OUT, "lse_partial": behind, "o": OUT, "lse": OUT,
+    }  # fmt: skip
+    assert lse.shape == (2, 8, 1)
+    assert [x.params["seqlen_k"] for x in (append, forward)] == [8192, 8192]
+
+
+def test_an_int_is_a_number_of_the_call(gpu: FakeGpu) -> None:
+    q, cache = at(1, 2, 3, 8, 64), at(2, 2, 512, 2, 64)
+    for length in (5, 500):
+        rtflash.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length)
+    found = [x.params for x in gpu.launched if isinstance(x.spec, Spec)]
+    assert [(p["seqlen_q"], p["seqlen_k"]) for p in found] == [(3, 5), (3, 500)]
+    assert len(call._plans) == 1
+
+
+def dense_kv(kv: View, rows: int) -> None:
+    rtflash.flash_attn_kvpacked_func(at(9, 2, rows, 2, 64), kv)
+
+
+def dense_qkv(qkv: View, rows: int) -> None:
+    rtflash.flash_attn_qkvpacked_func(qkv)
+
+
+def varlen_kv(kv: View, rows: int) -> None:
+    offsets = ints(8, 3)
+    kv = kv._replace(shape=(2 * rows, *kv.shape[2:]), strides=kv.strides[1:])
+    q = at(9, 2 * rows, 2, 64)
+    rtflash.flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, rows, rows)
+
+
+def varlen_qkv(qkv: View, rows: int) -> None:
+    qkv = qkv._replace(shape=(2 * rows, *qkv.shape[2:]), strides=qkv.strides[1:])
+    rtflash.flash_attn_varlen_qkvpacked_func(qkv, ints(8, 3), rows)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("function", "parts"), [(dense_kv, 2), (dense_qkv, 3), (varlen_kv, 2), (varlen_qkv, 3)]
+)
+def test_a_packed_axis_may_run_backwards(
+    gpu: FakeGpu, function: Callable[..., None], parts: int, sign: int
+) -> None:
+    rows, heads = 16, 2
+    packed = at(1, 2, rows, parts, heads, 64)
+    batch, row, step, head, inner = packed.strides
+    function(packed._replace(strides=(batch, row, sign * step, head, inner)), rows)
+    ((_, _, params),) = gpu.launched
+    first, size = packed.ptr, sign * 2 * step
+    places = [params[name] for name in "qkv"[3 - parts :]]
+    assert places == [first + i * size for i in range(parts)]
+    assert parts == 3 or params["q"] == 9 << 20
+    assert params["k_strides.row"] == row
+
+
+def test_packed_tensors_without_elements_may_be_at_0(gpu: FakeGpu) -> None:
+    kv = view(2, 0, 2, 2, 64, ptr=0)
+    backwards = kv._replace(strides=(256, 256, -128, 64, 1))
+    rtflash.flash_attn_kvpacked_func(at(9, 2, 5, 2, 64), backwards)
+    assert pointers(gpu.launched[0]) == {"q": 9, "o": OUT}
+
+
+def test_what_makes_another_plan(gpu: FakeGpu) -> None:
+    """Geometry, alignment, options, and which inputs are given; no address."""
+    q, k = at(1, 2, 64, 4, 64), at(2, 2, 64, 4, 64)
+    for place in range(5):
+        rtflash.flash_attn_func(q, at(place + 1, 2, 64, 4, 64), k)
+    assert len(call._plans) == 1
+    calls: list[dict[str, Any]] = [
+        {"k": at(2, 2, 65, 4, 64), "v": at(2, 2, 65, 4, 64)},
+        {"v": k._replace(ptr=k.ptr + 2)},
+        {"k": k._replace(ptr=k.ptr + 2)},
+        {"k": k._replace(strides=(65 * 256, *k.strides[1:]))},
+        {"causal": True},
+        {"alibi_slopes": at(3, 4, dtype="fp32")},
+    ]
+    for made, changes in enumerate(calls, 2):
+        rtflash.flash_attn_func(**{"q": q, "k": k, "v": k, **changes})
+        assert len(call._plans) == made
+    assert len(gpu.launched) == 11
+
+
+def test_calls_without_work_launch_nothing(gpu: FakeGpu) -> None:
+    for q, k in ((view(0, 5, 2, 64), view(0, 5, 2, 64)), (view(2, 0, 2, 64), view(2, 5, 2, 64))):
+        for num_splits in (0, 3):
+            out = rtflash.flash_attn_func(q, k, k, num_splits=num_splits)
+            assert out.shape == q.shape
+    assert gpu.launched == []
+
+
+def test_inputs_are_held_until_the_launch_is_over(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Any] = []
+    monkeypatch.setattr(LIBRARY, "hold", lambda *what: held.append((*what, len(gpu.launched))))
+    q = at(1, 2, 1, 4, 64)
+    k = at(2, 2, 4096, 4, 64)
+    rtflash.flash_attn_func(q, k, k)
+    assert held == [(7, 0, [q, k, k], 2)]
+
+
+def test_the_current_device_is_made_current_once_and_kept(gpu: FakeGpu) -> None:
+    q = view(2, 64, 4, 64)
+    for _ in range(3):
+        rtflash.flash_attn_func(q, q, q)
+    assert gpu.was_set == [0]
+    gpu.current = 3
+    rtflash.flash_attn_func(q, q, q)
+    assert gpu.was_set == [0, 0, 3]
+    gpu.arguments.launch_kernel = None
+    with pytest.raises(TypeError):
+        rtflash.flash_attn_func(q, q, q)
+    assert gpu.current == 3
+
+
+Q = view(2, 5, 2, 64)
+ROWS, OFFSETS = view(10, 2, 64), view(3, dtype="int32")
+KV, QKV = view(2, 5, 2, 2, 64), view(2, 5, 3, 2, 64)
+FUNCTIONS: list[tuple[str, tuple[Any, ...]]] = [
+    ("flash_attn_func", (Q, Q, Q)),
+    ("flash_attn_kvpacked_func", (Q, KV)),
+    ("flash_attn_qkvpacked_func", (QKV,)),
+    ("flash_attn_varlen_func", (ROWS, ROWS, ROWS, OFFSETS, OFFSETS, 5, 5)),
+    ("flash_attn_varlen_kvpacked_func", (ROWS, view(10, 2, 2, 64), OFFSETS, OFFSETS, 5, 5)),
+    ("flash_attn_varlen_qkvpacked_func", (view(10, 3, 2, 64), OFFSETS, 5)),
+    ("flash_attn_with_kvcache", (Q, Q, Q)),
+]
+
+
+@pytest.mark.parametrize(("name", "inputs"), FUNCTIONS, ids=[name for name, _ in FUNCTIONS])
+def test_whether_the_lse_is_wanted_must_be_a_truth_value(
+    gpu: FakeGpu, name: str, inputs: tuple[Any, ...]
+) -> None:
+    option = "return_softmax_lse" if "kvcache" in name else "return_attn_probs"
+    function = getattr(rtflash, name)
+    for value in ("no", None, 1.0, Q):
+        with pytest.raises(TypeError, match=f"^{option} is a .*; it must be True or False"):
+            function(*inputs, **{option: value})
+    assert gpu.launched == []
+    assert isinstance(function(*inputs), View)
+    for value in (True, 1):
+        assert function(*inputs, **{option: value})[1].dtype == "fp32"
