@@ -86,6 +86,11 @@ def views_of(library: Framework, inputs: tuple[Any, ...], names: tuple[str, ...]
         if x is None:
             views.append(None)
             continue
+        if isinstance(x, (list, tuple)):
+            an_int = "an int, or " if name == "cache_seqlens" else ""
+            raise TypeError(
+                f"{name} is a {type(x).__name__}; it must be {an_int}a tensor of {names[0]}'s library ({library.name})"
+            )
         if type(x) is not kind and tensor.framework(x, name) is not library:
             raise TypeError(
                 f"{name} is a {type(x).__name__}; it must come from the same library as {names[0]} ({library.name})"

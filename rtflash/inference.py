@@ -257,7 +257,8 @@ def flash_attn_with_kvcache(
     New key i of sequence b goes to slot cache_seqlens[b] + i of the cache, which is changed in place. Attention then
     sees slots cache_leftpad[b] to cache_seqlens[b] + seqlen_new. With rotary tables new keys are rotated before they
     are written, key i to position cache_seqlens[b] + i; query i is rotated to position cache_seqlens[b] + i if the call
-    is causal or has a window, else to cache_seqlens[b].
+    is causal or has a window (a bound other than -1, however wide), else to cache_seqlens[b]. The caches must share no
+    elements with each other or with k and v.
 
     What lies on the host is checked, an int as cache_seqlens too. Lengths, indices and tables on a GPU are not read by
     the host: there, keys that do not fit the cache, or whose page does not exist, are not written, and nothing is read
