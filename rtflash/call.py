@@ -86,7 +86,7 @@ def views_of(library: Framework, inputs: tuple[Any, ...], names: tuple[str, ...]
         if x is None:
             views.append(None)
             continue
-        if isinstance(x, (list, tuple)):
+        if type(x) in (list, tuple):
             an_int = "an int, or " if name == "cache_seqlens" else ""
             raise TypeError(
                 f"{name} is a {type(x).__name__}; it must be {an_int}a tensor of {names[0]}'s library ({library.name})"

@@ -400,3 +400,12 @@ def test_any_call(call: CacheCall) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RTFLASH_BACKEND", "numpy")
         run(Backend(), call)
+
+
+def test_lengths_in_a_list_are_refused_by_name() -> None:
+    """The message says what may be given instead; cache_seqlens may be an int too."""
+    q, cache = np.zeros((1, 1, 1, 8), np.float16), np.zeros((1, 4, 1, 8), np.float16)
+    with pytest.raises(TypeError, match=r"cache_seqlens is a list; it must be an int, or a tensor"):
+        rtflash.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=[2])
+    with pytest.raises(TypeError, match=r"cache_leftpad is a tuple; it must be a tensor"):
+        rtflash.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=2, cache_leftpad=(1,))
