@@ -17,8 +17,7 @@ INSTALL = 'pip install "rtflash[tools]"'
 def import_tool(name: str) -> ModuleType:
     """The module `rtflash.tools.<name>`, wherever tools/ is.
 
-    A wheel and an editable install map it into the package; in a plain checkout it is the folder
-    beside it.
+    A wheel has it inside the package; in a checkout, editable install or not, it is the folder beside it.
     """
     package = Path(rtflash.__file__).parent
     if importlib.util.find_spec("rtflash.tools") is None and (package.parent / "tools").is_dir():

@@ -35,7 +35,7 @@ def warmup(
 ) -> list[str]:
     """Compile and load, ahead of the first call, the variants that lengths choose among: four of dense calls.
 
-    A softmax_scale that is not positive is another variant, which is compiled at its first call.
+    A softmax_scale that is not positive, or from 2^16 on, is another variant, which is compiled at its first call.
 
     Parameters
     ----------

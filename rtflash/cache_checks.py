@@ -92,7 +92,8 @@ def append_reasons(tensors: Tensors, names: Names, counted: bool) -> list[str]:
     reasons = mismatch(tensors, names, "k_new", (batch, "seqlen_new", heads_k, dim), "k")
     wanted = (batch, new.shape[1], heads_k, tensors.v.shape[-1])
     reasons += mismatch(tensors, names, "v_new", wanted, "v")
-    reasons += shared_row_reasons(tensors, names)
+    if 0 not in new.shape:
+        reasons += shared_row_reasons(tensors, names)
     if new.shape[1] > room(tensors):
         reasons.append(
             f"{k} has {new.shape[1]} new keys; the cache has room for {room(tensors)} of a sequence"
@@ -112,7 +113,8 @@ def shared_row_reasons(tensors: Tensors, names: Names) -> list[str]:
         f"{name} has shape {shape_text(x.shape)} and strides {shape_text(x.strides)}; with {new} no stride of a longer"
         " axis may be 0: rows that are one in memory cannot be written apart"
         for name, x in checks.named(tensors, names, ("k", "v")).items()
-        if any(n > 1 and step == 0 for n, step in zip(x.shape, x.strides, strict=True))
+        if 0 not in x.shape
+        and any(n > 1 and step == 0 for n, step in zip(x.shape, x.strides, strict=True))
     ]
 
 

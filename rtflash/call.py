@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import cpu, lengths, plan, settings, tensor
+from . import cpu, dlpack, lengths, plan, settings, tensor
 from .checks import Names, truth
 from .problem import ELEMENT_BYTES, Problem, Tensors
 from .tensor import Framework, View
@@ -148,7 +148,11 @@ def on_device(
     want_lse: bool,
     cache_seqlen: int,
 ) -> tuple[Any, Any]:
-    """(out, lse) of a call on a GPU: look the plan up, allocate, launch."""
+    """(out, lse) of a call on a GPU: look the plan up, allocate, launch.
+
+    Equal options are one: where True was allowed, 1 and 1.0 find its plan and are not refused again. (Their types in
+    the key would cost 0.8 us.)
+    """
     addresses, geometry, held = seen
     key = (library, signature, options, *geometry)
     try:
@@ -159,6 +163,8 @@ def on_device(
     if found is None:
         views = views_from(seen)
         call = check(signature, inputs, views, options)
+        if cache_seqlen >= 0:
+            lengths.check_length(call, cache_seqlen)  # before a copy or a compilation
         if any(map(must_copy, views, signature.inputs)):
             inputs = tuple(
                 library.contiguous(x) if must_copy(view, name) else x
@@ -173,6 +179,10 @@ def on_device(
             _plans[key] = found
     if cache_seqlen > found.longest:
         lengths.check_length(found.call, cache_seqlen)
+    if found.call.seqlen_new and any(map(dlpack.is_read_only, held)):
+        given = iter(held)
+        views = [None if form is None else next(given) for form in geometry]
+        refuse_read_only(signature.arrange(*views), signature.names)
 
     out = found.new_out()
     lse = found.new_lse() if want_lse else None
@@ -231,11 +241,12 @@ def host(library: Framework, x: Any) -> np.ndarray[Any, Any]:
 
 
 def refuse_read_only(tensors: Tensors, names: Names) -> None:
-    """Raise ValueError if new keys and values are to be written into arrays that cannot be written."""
-    if tensors.k_new is None:
+    """Raise ValueError if new keys and values are to be written where nothing can be; Tensors of arrays or Views."""
+    if tensors.k_new is None or 0 in tensors.k_new.shape:
         return
     for field in ("k", "v"):
-        if not getattr(tensors, field).flags.writeable:
+        x = getattr(tensors, field)
+        if dlpack.is_read_only(x) if isinstance(x, View) else not x.flags.writeable:
             raise ValueError(
                 f"{names.get(field, field)} is read-only; it must be writable: {names.get('k_new', 'k_new')} is"
                 " written into it"

@@ -41,8 +41,11 @@ def refuse(reasons: list[str]) -> None:
 
 
 def real(name: str, value: object) -> float:
-    """`value` as a float; a TypeError names it. A device array is refused, since reading it would block the host."""
-    if isinstance(value, Real):
+    """`value` as a float; a TypeError names it.
+
+    Truth values are refused, and device arrays, since reading one would block the host.
+    """
+    if isinstance(value, Real) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:
@@ -63,15 +66,26 @@ def integer(name: str, value: object) -> int:
 
 
 def truth(name: str, value: Any) -> bool:
-    """`value` as a bool; a TypeError names it. Arrays are refused, since reading one may block the host."""
-    if isinstance(value, (Integral, np.bool_)):
-        return bool(value)
-    raise TypeError(f"{name} is a {type(value).__name__}; it must be True or False")
+    """`value` as a bool; 0 and 1 are taken too.
+
+    Raises
+    ------
+    TypeError
+        Another type. Arrays are refused, since reading one may block the host.
+    ValueError
+        Another number.
+    """
+    if not isinstance(value, (Integral, np.bool_)):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be True or False")
+    if value not in (0, 1):
+        raise ValueError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
 
 
 def window(name: str, value: Any, causal: bool) -> tuple[int, int]:
     """(left, right) of a window, with causal folded in as right == 0; bounds beyond every sequence are unbounded."""
-    if not isinstance(value, (tuple, np.ndarray)) or len(value) != 2:
+    one_axis = isinstance(value, tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)
+    if not one_axis or len(value) != 2:
         raise ValueError(f"{name} is {value!r}; it must be a pair (left, right)")
     left, right = value
     for side, bound in (("left", left), ("right", right)):
@@ -206,8 +220,11 @@ def attention_reasons(
     reasons = mismatch(tensors, names, "k", (*places, "heads_k", dim), "q")
     if v.shape[:-1] != k.shape[:-1]:
         reasons += mismatch(tensors, names, "v", (*k.shape[:-1], "head_dim_v"), "k")
-    if heads_k == 0:
-        reasons.append(f"{names_of['k']} has 0 heads; it must have at least 1")
+    counts = {names_of["q"]: heads, names_of["k"]: heads_k}
+    if 0 in counts.values():
+        reasons += [
+            f"{x} has 0 heads; it must have at least 1" for x, n in counts.items() if n == 0
+        ]
     elif heads % heads_k != 0:
         reasons.append(
             f"{names_of['q']} has {heads} heads and {names_of['k']} has {heads_k};"

@@ -45,7 +45,7 @@ def run(problem: Problem, tensors: Tensors, cache_seqlen: int = -1) -> tuple[Arr
     cached = cached_keys(problem, tensors, cache_seqlen)
     ends = np.minimum(cached + problem.seqlen_new, lengths.key_slots(problem, tensors))
     with np.errstate(all="ignore"):
-        if tensors.k_new is not None:
+        if problem.seqlen_new:
             append(problem, tensors, cached)
         for b in range(problem.batch):
             rows = query_rows(tensors, b)
@@ -162,10 +162,12 @@ def combine(out_partial: Array, lse_partial: Array) -> tuple[Array, Array]:
         maximum = lse_partial.max(axis=0)
         shift = np.where(np.isneginf(maximum), np.float32(0), maximum)
         weights = np.exp(lse_partial - shift)
+        # Not NaN where another part's LSE is.
+        weights[np.isneginf(lse_partial)] = 0
+        seen = weights != 0
         total = weights.sum(axis=0)
         weights /= np.where(total == 0, np.float32(1), total)
         out = np.zeros(out_partial.shape[1:], np.float32)
-        for part, weight in zip(out_partial, weights, strict=True):
-            seen = (weight != 0)[..., None]
-            np.add(out, weight[..., None] * part.astype(np.float32), out=out, where=seen)
+        for part, weight, where in zip(out_partial, weights, seen[..., None], strict=True):
+            np.add(out, weight[..., None] * part.astype(np.float32), out=out, where=where)
         return out, np.ascontiguousarray(shift + np.log(total))

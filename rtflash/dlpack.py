@@ -45,6 +45,7 @@ DTYPES = {
 CODES = {name: code for code, name in DTYPES.items()}
 
 MAX_VERSION = (1, 0)
+READ_ONLY = 1  # of a versioned tensor's flags
 
 
 class View(NamedTuple):
@@ -67,9 +68,10 @@ class View(NamedTuple):
 
 
 class Borrowed(View):
-    """A View that keeps `owner`, the object whose memory it shows, alive."""
+    """A View that keeps `owner`, the object whose memory it shows, alive; `read_only`: nobody may write there."""
 
     owner: object
+    read_only: bool = False
 
 
 class DLDevice(ctypes.Structure):
@@ -140,10 +142,11 @@ _capsule_rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_cha
 class Managed:
     """A consumed capsule's tensor: the producer's deleter is called once, when this is collected."""
 
-    __slots__ = ("address", "delete")
+    __slots__ = ("address", "delete", "read_only")
 
-    def __init__(self, address: int, deleter: int | None) -> None:
+    def __init__(self, address: int, deleter: int | None, read_only: bool = False) -> None:
         self.address = address
+        self.read_only = read_only
         self.delete = DELETER(deleter) if deleter else None
 
     def __del__(self) -> None:
@@ -208,7 +211,7 @@ def borrow(producer: Any, stream: int | None, name: str = "tensor") -> Borrowed:
         raise TypeError(f"{name}'s __dlpack__ does not export it: {error}") from error
     tensor, managed = consume(capsule, name)
     view = Borrowed(*describe(tensor, name))
-    view.owner = managed
+    view.owner, view.read_only = managed, managed.read_only
     return view
 
 
@@ -235,8 +238,9 @@ def consume(capsule: object, name: str) -> tuple[DLTensor, Managed]:
         address = _capsule_pointer(capsule, unused)
         _capsule_rename(capsule, used)
         struct: Any = structure.from_address(address)
-        managed = Managed(address, struct.deleter)
-        if structure is DLManagedTensorVersioned and struct.version.major != MAX_VERSION[0]:
+        versioned = structure is DLManagedTensorVersioned
+        managed = Managed(address, struct.deleter, versioned and bool(struct.flags & READ_ONLY))
+        if versioned and struct.version.major != MAX_VERSION[0]:
             version = f"{struct.version.major}.{struct.version.minor}"
             raise TypeError(f"{name} came as DLPack {version}; its major version must be 1")
         return struct.dl_tensor, managed
@@ -263,6 +267,11 @@ def describe(tensor: DLTensor, name: str) -> View:
     dtype = DTYPES.get((code, bits), f"DLPack type {code} of {bits} bits")
     ptr = tensor.data + tensor.byte_offset if tensor.data else 0
     return View(ptr, shape, strides, dtype, index)
+
+
+def is_read_only(view: View) -> bool:
+    """Whether a View's producer says that it must not be written."""
+    return isinstance(view, Borrowed) and view.read_only
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -205,7 +205,7 @@ def attend(
         rest = launch.combine_scalars(call, o_partial, lse_partial, lse_partial.strides[1:])
         outcomes.append(merge(combiner, combine_grid, (o, sums, out, lse), rest, how))
     report = finish(spec, out, lse, outcomes, check)
-    if p.seqlen_new:
+    if p.seqlen_new and p.batch:
         tensors.k[...], tensors.v[...] = given["k"].array, given["v"].array
     return report
 

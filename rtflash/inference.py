@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+from numbers import Integral, Number
 from typing import Any
 
-from . import checks, problem, tensor
+import numpy as np
+
+from . import problem, tensor
 from .api import KV, QKV
 from .call import Signature, Window, attend, pair, parts
 from .checks import Names
@@ -71,10 +73,14 @@ def _kvcache(
 
 
 def _cached_keys(cache_seqlens: Any) -> int:
-    """An int as cache_seqlens."""
+    """cache_seqlens, which is no tensor, as an int."""
     length = cache_seqlens
     if type(length) is not int:
-        length = checks.integer("cache_seqlens", cache_seqlens)
+        if isinstance(length, bool) or not isinstance(length, Integral):
+            raise TypeError(
+                f"cache_seqlens is a {type(length).__name__}; it must be an int, or an int32 tensor of q's library"
+            )
+        length = int(length)
     if length < 0:
         raise ValueError(f"cache_seqlens is {length}; it must be at least 0")
     return length
@@ -258,7 +264,7 @@ def flash_attn_with_kvcache(
     sees slots cache_leftpad[b] to cache_seqlens[b] + seqlen_new. With rotary tables new keys are rotated before they
     are written, key i to position cache_seqlens[b] + i; query i is rotated to position cache_seqlens[b] + i if the call
     is causal or has a window (a bound other than -1, however wide), else to cache_seqlens[b]. The caches must share no
-    elements with each other or with k and v.
+    elements with each other, with q, k or v, or with the tensors of lengths, indices and tables.
 
     What lies on the host is checked, an int as cache_seqlens too. Lengths, indices and tables on a GPU are not read by
     the host: there, keys that do not fit the cache, or whose page does not exist, are not written, and nothing is read
@@ -309,7 +315,9 @@ def flash_attn_with_kvcache(
         )
     length = -1
     # Types are compared first: isinstance takes 0.3 us to find that a tensor is no integer.
-    if type(cache_seqlens) is not type(q) and isinstance(cache_seqlens, (int, Integral)):
+    if type(cache_seqlens) is not type(q) and isinstance(
+        cache_seqlens, (int, str, Number, np.bool_)
+    ):
         length, cache_seqlens = _cached_keys(cache_seqlens), None
     options = (
         softmax_scale, causal, pair(window_size), softcap, rotary_interleaved, num_splits, length >= 0,

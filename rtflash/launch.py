@@ -50,6 +50,26 @@ class Layout(NamedTuple):
         """What a plan keeps."""
         return struct.Struct(f"<{len(self.longs)}q{len(self.ints)}i{len(self.floats)}f")
 
+    @property
+    def size(self) -> int:
+        """Bytes of the struct."""
+        return -(-(self.head.size + self.rest.size) // 8) * 8
+
+    def described(self) -> list[tuple[str, str, int]]:
+        """(name, type, offset) of each field; nothing is padded but the end."""
+        found, offset = [], 0
+        kinds = (
+            ("pointer", self.pointers),
+            ("int32", self.lengths),
+            ("int64", self.longs),
+            ("int32", self.ints),
+        )
+        for kind, names in (*kinds, ("float32", self.floats)):
+            for name in names:
+                found.append((name, kind, offset))
+                offset += 4 if kind.endswith("32") else 8
+        return found
+
 
 def strides_of(*names: str) -> tuple[str, ...]:
     """The fields of the Strides of these names."""

@@ -145,10 +145,10 @@ def query_reasons(problem: Problem, tensors: Tensors, names: Names) -> list[str]
         return []
     rows = np.diff(tensors.cu_seqlens_q.astype(np.int64))
     reasons = outside(tensors, names, "seqused_q", 0, rows, ", the rows of its sequence")
-    if rows.size and rows.max() > problem.seqlen_q:
+    if rows.size and rows.max() > problem.max_seqlen_q:
         name = names.get("max_seqlen_q", "max_seqlen_q")
         reasons.append(
-            f"{name} is {problem.seqlen_q}; it must be at least {rows.max()}, as long as the longest sequence"
+            f"{name} is {problem.max_seqlen_q}; it must be at least {rows.max()}, as long as the longest sequence"
         )
     return reasons
 
@@ -189,7 +189,7 @@ def table_reasons(problem: Problem, tensors: Tensors, names: Names, keys: Array)
 
 def overlap_reasons(tensors: Tensors, names: Names) -> list[str]:
     """Which arrays of an append share elements with a cache that is written, as far as NumPy soon knows."""
-    if tensors.k_new is None:
+    if tensors.k_new is None or tensors.k_new.size == 0:
         return []
     pairs = ("k", "v"), ("k", "k_new"), ("k", "v_new"), ("v", "k_new"), ("v", "v_new")
     return [

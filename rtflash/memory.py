@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .dlpack import CPU, CUDA, View, itemsize, relabel
+from .dlpack import CPU, CUDA, View, is_read_only, itemsize, relabel
 from .streams import LEGACY_STREAM, keep, order
 from .tensor_base import bits_dtype
 
@@ -21,7 +21,7 @@ class HostMemory:
         self.owner = owner
         self.__array_interface__ = {
             "version": 3,
-            "data": (view.ptr, False),
+            "data": (view.ptr, is_read_only(view)),
             "shape": view.shape,
             "strides": tuple(stride * dtype.itemsize for stride in view.strides),
             "typestr": dtype.str,

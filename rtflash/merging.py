@@ -83,11 +83,12 @@ def flash_attn_combine(
     if out is not None and library.name == "jax":
         raise TypeError("out is a JAX array, which cannot be written; it must be None")
     call = partials.combine(views[0], views[1], views[2], dtype)
+    target = None if out is None or views[2].device >= 0 else library.host(out)
+    writable = target is None or target.flags.writeable
+    if not writable or (out is not None and dlpack.is_read_only(views[2])):
+        raise ValueError("out is read-only; it must be writable")
     if views[0].device >= 0:
         return _combine_on_device(library, call, inputs, views)
-    target = None if out is None else library.host(out)
-    if target is not None and not target.flags.writeable:
-        raise ValueError("out is read-only; it must be writable")
     made, lse = _on_host(call, host(library, out_partial), host(library, lse_partial))
     given_lse = library.from_host(lse, "fp32", out_partial)
     if target is None:

@@ -20,14 +20,14 @@ class Resources:
     Attributes
     ----------
     registers : per thread.
-    shared_bytes : static shared memory of a CTA.
+    static_shared_bytes : of a CTA; what it has besides is Spec.shared_bytes.
     local_bytes : stack frame of a thread, spills included.
     spill_stores, spill_loads : bytes of a thread.
     seconds : time of rendering and compiling.
     """
 
     registers: int
-    shared_bytes: int
+    static_shared_bytes: int
     local_bytes: int
     spill_stores: int
     spill_loads: int
@@ -72,7 +72,7 @@ def parse_resources(log: str, seconds: float) -> Resources:
 
     return Resources(
         registers=max(numbers(r"Used (\d+) registers"), default=0),
-        shared_bytes=max(numbers(r"(\d+) bytes smem"), default=0),
+        static_shared_bytes=max(numbers(r"(\d+) bytes smem"), default=0),
         local_bytes=max(numbers(r"(\d+) bytes (?:stack frame|cumulative stack size)"), default=0),
         spill_stores=sum(numbers(r"(\d+) bytes spill stores")),
         spill_loads=sum(numbers(r"(\d+) bytes spill loads")),

@@ -135,12 +135,14 @@ def shape_reasons(name: str, x: View, wanted: tuple[int, ...]) -> list[str]:
 
 
 def is_row_major(x: View) -> bool:
-    """Whether elements follow one another without gaps."""
+    """Whether elements, if there are any, follow one another without gaps."""
+    if 0 in x.shape:
+        return True
     step = 1
     for size, stride in zip(reversed(x.shape), reversed(x.strides), strict=True):
         if size > 1 and stride != step:
             return False
-        step *= max(size, 1)
+        step *= size
     return True
 
 

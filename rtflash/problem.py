@@ -102,6 +102,8 @@ class Problem:
         / 2).
     rotary_dim, positions : columns that are rotated, rows of the tables.
     num_splits : parts of the keys that are computed apart and merged: 1 = off, 2..256, 0 = a heuristic decides.
+    max_seqlen_q : of packed q, what the caller says that no sequence exceeds; seqlen_q is at least 1 all the same, and
+        no more than total_q.
     """
 
     batch: int
@@ -130,6 +132,7 @@ class Problem:
     rotary_dim: int = 0
     positions: int = 0
     num_splits: int = 0
+    max_seqlen_q: int = -1
 
     @property
     def mask(self) -> str:
@@ -321,6 +324,7 @@ def varlen(
         total_q=total_q,
         total_k=-1 if paged else rows,
         ragged=True,
+        max_seqlen_q=int(max_seqlen_q),
         **page_sizes(tensors),
     )
 

@@ -15,6 +15,10 @@ from .tiles import FEW, FEW_ROWS, SOME, SOME_ROWS, TILES, Table, Tile, tile
 
 # A scale that is not a normal positive fp32 number, even times log2(e), is applied before the masks: -inf * 0 is NaN.
 LEAST_SCALE = 2.0**-125
+# So is one from here on. Left to the exponential, the rounding of maximum * scale stays in the exponent, 2^-24 of the
+# score: past about 2^28 that makes probabilities too great for fp16, past 2^31 for fp32. (Of this scale q.k may be
+# 2^12.)
+GREAT_SCALE = 2.0**16
 WIDEST_LOAD = max(ALIGNMENTS)
 MAX_BLOCKS = 2**31 - 1  # CUDA's limit of gridDim.x
 # A grid that fills so much of the GPU is not split, and neither does a split pay that leaves a part fewer keys than
@@ -71,7 +75,7 @@ def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
 def variant(problem: Problem, device: Device, table: Table) -> Spec:
     """The variant, unsplit, that a table has for a call."""
     p = problem
-    prescale = p.softcap > 0 or p.alibi or p.softmax_scale < LEAST_SCALE
+    prescale = p.softcap > 0 or p.alibi or not LEAST_SCALE <= p.softmax_scale < GREAT_SCALE
     narrow = prescale or p.mask == "window" or p.align < WIDEST_LOAD
     chosen = tile(max(p.head_dim, p.head_dim_v), device, narrow, table)
     own = table is not TILES
@@ -213,9 +217,20 @@ def splits_combine(problem: Problem, splits: int) -> Combine:
 
 
 def append(problem: Problem) -> tuple[AppendSpec, Grid]:
-    """The variant and the grid that write new keys and values into a cache."""
+    """The variant and the grid that write new keys and values into a cache.
+
+    Raises
+    ------
+    ValueError
+        It would have more CTAs than CUDA launches.
+    """
     spec = AppendSpec(problem.dtype, problem.rotary)
     blocks = problem.batch * problem.seqlen_new * problem.heads_k
+    if blocks > MAX_BLOCKS:
+        raise ValueError(
+            f"batch {problem.batch} x {problem.seqlen_new} new keys x {problem.heads_k} heads of k are too many;"
+            f" at most {MAX_BLOCKS} can be appended"
+        )
     return spec, Grid(blocks, spec.threads, spec.shared_bytes)
 
 

@@ -70,7 +70,8 @@ class Spec:
     blocks_per_sm : resident CTAs that the register allocation must leave room for.
     mask : "full", "causal" (bottom-right) or "window" (two run-time bounds).
     softcap, alibi : score terms.
-    prescale : scores are scaled before the maximum is taken (a scale <= 0 needs it; softcap and alibi imply it).
+    prescale : scores are scaled before the maximum is taken (a scale <= 0, or a great one, needs it; softcap and alibi
+        imply it).
     even_m, even_n : the lengths are multiples of block_m, block_n.
     align : bytes of the widest global load that q, k and v allow.
     key_warps : 1, or all the warps: they share the query rows and split the keys of a tile, each with its own ring.

@@ -49,7 +49,7 @@ def short_name(dtype: np.dtype[Any]) -> str:
 
 
 # A call's inputs: addresses, 0 for None; (address % ALIGN, shape, strides, dtype, device), None for None; and what must
-# be held until the launch.
+# be held until `hold`.
 Seen = tuple[list[int], list[Any], Sequence[View]]
 ALIGN = 16  # bytes of the widest load
 

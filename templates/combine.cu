@@ -62,7 +62,9 @@ __device__ __forceinline__ float weigh_parts(const Params& params, const float* 
     for (int j = 0; j < kLaneSplits; ++j) {
       const int split = 32 * j + lane;
       if (split < params.splits) {
-        store_shared_4(weights_smem + 4 * split, __builtin_bit_cast(uint32, lse[j] * inverse));
+        // 0 * NaN is NaN, and a part without keys is not to be read beside another one's NaN.
+        const float weight = lse[j] == 0.f ? 0.f : lse[j] * inverse;
+        store_shared_4(weights_smem + 4 * split, __builtin_bit_cast(uint32, weight));
       }
     }
   }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,7 +55,8 @@ def compiled_ahead(request: pytest.FixtureRequest, cache_folder: Path) -> int:
         for spec in specs_of(params["call"].problem(), gpu)
     }
     arch = nvrtc.target_arch(gpu)
-    on_all_cores(lambda spec: build.artifact(spec, arch), list(specs))
+    with progress(request.config, f"compiling {len(specs)} kernels for the GPU ahead"):
+        on_all_cores(lambda spec: build.artifact(spec, arch), list(specs))
     return len(specs)
 
 
@@ -69,8 +72,26 @@ def emulated_ahead(request: pytest.FixtureRequest, cache_folder: Path) -> int:
         for params in params_of_calls(request.session.items, "emulated"):
             gpu = device.for_arch(params.get("arch", emulate.ARCH))
             specs.update(dict.fromkeys(specs_of(params["call"].problem(), gpu)))
-    on_all_cores(cxx.library, list(specs))
+    with progress(request.config, f"compiling {len(specs)} kernels for the CPU ahead"):
+        on_all_cores(cxx.library, list(specs))
     return len(specs)
+
+
+@contextlib.contextmanager
+def progress(config: pytest.Config, what: str) -> Iterator[None]:
+    """A line on the terminal, whatever is captured, that says what takes long and, in the end, how long it took."""
+    plugins = config.pluginmanager
+    terminal, capture = plugins.get_plugin("terminalreporter"), plugins.get_plugin("capturemanager")
+    if terminal is None or capture is None:
+        yield
+        return
+    with capture.global_and_fixture_disabled():
+        terminal.ensure_newline()
+        terminal.write(f"{what}, on {os.cpu_count()} cores ...", flush=True)
+    start = time.perf_counter()
+    yield
+    with capture.global_and_fixture_disabled():
+        terminal.write_line(f" {time.perf_counter() - start:.0f} s")
 
 
 def specs_of(problem: Problem, gpu: device.Device) -> list[AnySpec]:

@@ -20,6 +20,7 @@ LAYOUTS: dict[type, launch.Layout] = {
     AppendSpec: launch.APPEND,
 }
 STREAM = 7
+FIRST = 2**40  # address of what a Library allocates first
 
 
 def view(*shape: int, dtype: str = "fp16", device: int = 0, ptr: int = 256, step: int = 1) -> View:
@@ -29,15 +30,26 @@ def view(*shape: int, dtype: str = "fp16", device: int = 0, ptr: int = 256, step
 
 
 class Library(Framework):
-    """A library whose tensors are Views, on a device that is not there."""
+    """A library whose tensors are Views, on a device that is not there.
+
+    Attributes
+    ----------
+    made : what it allocated, in its order; no two share an address, nor with any tensor below FIRST.
+    """
 
     name = "none"
 
+    def __init__(self) -> None:
+        self.made: list[View] = []
+        self.next = FIRST
+
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
-        return view(*shape, dtype=dtype, device=device)
+        self.made.append(view(*shape, dtype=dtype, device=device, ptr=self.next))
+        self.next += 256 + (4 * math.prod(shape) // 256 + 1) * 256
+        return self.made[-1]
 
     def contiguous(self, x: Any) -> Any:
-        return view(*x.shape, dtype=x.dtype, ptr=512)
+        return self.empty(x.shape, x.dtype, 0)
 
     def view(self, x: Any, name: str = "tensor") -> View:
         return x
@@ -66,6 +78,7 @@ class FakeGpu:
     Attributes
     ----------
     launched : what was launched, in its order.
+    made : what LIBRARY allocated, in its order.
     current : CUDA's current device.
     was_set : every device that was made current.
     """
@@ -73,6 +86,7 @@ class FakeGpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         gpu = device.for_arch("sm_90a")
         self.launched: list[Launched] = []
+        self.made = LIBRARY.made = []
         self.current = 0
         self.was_set: list[int] = []
         self.kernels: list[build.Kernel] = []

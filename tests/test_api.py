@@ -362,11 +362,29 @@ def test_numbers_too_large_for_a_float(backend: Backend) -> None:
             rtflash.flash_attn_func(q, q, q, **{option: 10**400})
 
 
-@pytest.mark.parametrize("window", [None, 5, {1, 2}, (1,), "12"], ids=str)
+@pytest.mark.parametrize("window", [None, 5, {1, 2}, (1,), "12", np.array(3)], ids=str)
 def test_a_window_is_a_pair(window: Any) -> None:
     q = np.zeros((1, 4, 2, 64), np.float16)
     with pytest.raises(ValueError, match="it must be a pair"):
         rtflash.flash_attn_func(q, q, q, window_size=window)
+
+
+@pytest.mark.parametrize("option", ["softmax_scale", "softcap", "dropout_p"])
+@pytest.mark.parametrize("value", [True, False, np.bool_(True)], ids=repr)
+def test_truth_values_are_no_numbers(option: str, value: Any) -> None:
+    q = np.zeros((1, 4, 2, 64), np.float16)
+    with pytest.raises(TypeError, match=f"^{option} is a bool.*; it must be a number on the host"):
+        rtflash.flash_attn_func(q, q, q, **{option: value})
+
+
+def test_numbers_are_no_truth_values() -> None:
+    q = np.zeros((1, 4, 2, 64), np.float16)
+    for causal in (0, 1, np.True_, np.int32(1)):
+        rtflash.flash_attn_func(q, q, q, causal=causal)
+    with pytest.raises(ValueError, match=r"^causal is 2; it must be True or False$"):
+        rtflash.flash_attn_func(q, q, q, causal=2)
+    with pytest.raises(ValueError, match=r"^rotary_interleaved is -1; it must be True or False$"):
+        rtflash.flash_attn_with_kvcache(q, q, q, rotary_interleaved=-1)
 
 
 def test_names_that_do_not_exist_say_what_does() -> None:

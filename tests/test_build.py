@@ -89,7 +89,7 @@ def test_resources_are_read_from_the_log():
     assert binary
     found = nvrtc.parse_resources(log, 0.5)
     assert found.registers == 32
-    assert found.shared_bytes == 256
+    assert found.static_shared_bytes == 256
     assert found.local_bytes >= 96 * 4
     assert found.spill_stores >= 0
     assert found.seconds == 0.5

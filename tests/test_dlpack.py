@@ -173,7 +173,12 @@ def test_no_elements_need_no_address() -> None:
 def test_read_only_is_accepted() -> None:
     values = buffer(4)
     values.flags.writeable = False
-    assert dlpack.borrow(handmade(values.ctypes.data, (4,), flags=1), None).shape == (4,)
+    view = dlpack.borrow(handmade(values.ctypes.data, (4,), flags=1), None)
+    assert view.shape == (4,)
+    assert view.read_only
+    assert not memory.over_host(view, view).flags.writeable
+    writable = dlpack.borrow(handmade(values.ctypes.data, (4,), flags=2), None)
+    assert memory.over_host(writable, writable).flags.writeable
 
 
 @VERSIONS

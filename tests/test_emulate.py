@@ -39,7 +39,7 @@ from rtflash.spec import Spec
 pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("emulated_ahead")]
 
 CAUSAL_FEW = Call(4, 130, heads=4, heads_k=1, batch=1, causal=True)
-# One architecture for each of select.TILES.
+# One architecture for each of tiles.TILES.
 ARCHS = {"sm_90a": 227, "sm_80": 163, "sm_86": 99, "sm_75": 64}
 
 
@@ -669,3 +669,44 @@ def test_conversions(tmp_path: Path, dtype: str) -> None:
         powers = np.exp2(x.astype(np.float64)).astype(np.float32)
     powers[np.abs(powers) < 2.0**-126] = 0
     np.testing.assert_allclose(report.lse.reshape(-1), powers, rtol=3e-7)
+
+
+@pytest.mark.parametrize("rows", [70, 1])
+@pytest.mark.parametrize("scale", [1e10, 2.0**60, 2.0**16 * 0.99])
+def test_great_scales(monkeypatch: pytest.MonkeyPatch, scale: float, rows: int) -> None:
+    """The rounding of maximum * scale must not be left in an exponent."""
+    random = np.random.default_rng(0)
+    q, k, v = (random.standard_normal((1, 70, 2, 64)).astype(np.float16) for _ in range(3))
+    expected, expected_lse, _ = rtflash.flash_attn_func(
+        q[:, :rows], k, v, softmax_scale=scale, return_attn_probs=True
+    )
+    monkeypatch.setenv("RTFLASH_BACKEND", "emulate")
+    out, lse, _ = rtflash.flash_attn_func(
+        q[:, :rows], k, v, softmax_scale=scale, return_attn_probs=True
+    )
+    np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), atol=2e-3)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+
+
+def test_parts_without_keys_are_not_read_beside_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = np.ones((1, 1, 1, 8), np.float16), np.ones((1, 200, 1, 8), np.float16)
+    v = np.ones_like(k)
+    k[0, 0] = np.inf
+    lengths = np.array([3], np.int32)
+    monkeypatch.setenv("RTFLASH_BACKEND", "emulate")
+    out = rtflash.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, num_splits=3)
+    assert np.isnan(out).all()
+
+
+def test_empty_appends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not written may be read-only, and expanded."""
+    random = np.random.default_rng(0)
+    q, cache = (random.standard_normal((2, n, 1, 8)).astype(np.float16) for n in (1, 5))
+    cache[1] = cache[0]
+    cache = np.broadcast_to(cache[:1], cache.shape)
+    new = np.zeros((2, 0, 1, 8), np.float16)
+    wanted = rtflash.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=5)
+    for backend in ("numpy", "emulate"):
+        monkeypatch.setenv("RTFLASH_BACKEND", backend)
+        got = rtflash.flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=5)
+        np.testing.assert_allclose(got, wanted, atol=2e-3)

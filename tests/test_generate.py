@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import struct
 from types import SimpleNamespace
 
@@ -10,18 +11,20 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from fake_gpu import view
 from typer.testing import CliRunner
 
-from rtflash import ahead, build, device
+from rtflash import ahead, build, device, launch, select
 from rtflash.__main__ import import_tool
 from rtflash.nvrtc import Resources
+from rtflash.problem import Tensors, kvcache
 from rtflash.spec import Spec
 
 cli, generate, sass = (import_tool(name) for name in ("cli", "generate", "sass"))
 
 PLAIN = [frozenset()]
 CLEAN = Resources(
-    registers=128, shared_bytes=0, local_bytes=0, spill_stores=0, spill_loads=0, seconds=0.5
+    registers=128, static_shared_bytes=0, local_bytes=0, spill_stores=0, spill_loads=0, seconds=0.5
 )
 
 
@@ -196,11 +199,49 @@ def test_files_and_report(fake, tmp_path):
     assert len(rows) == 2
     for row in rows:
         place = out / row["arch"] / row["name"]
-        assert {"kernel.cu", "kernel.cubin", "spec.json"} <= {file.name for file in place.iterdir()}
+        written = {file.name for file in place.iterdir()}
+        assert {"kernel.cu", "kernel.cubin", "spec.json", "launch.json"} <= written
         record = json.loads((place / "spec.json").read_text())
         assert Spec(**record["spec"]).name == row["name"]
         assert row["registers"] == 128
         assert row["faults"] == []
+
+
+def blocks(described, **numbers):
+    """How many CTAs launch.json says."""
+    return eval(described["grid"].replace("ceil", "math.ceil"), {"math": math}, numbers)
+
+
+def test_launch_json_says_how_to_launch():
+    """The grid is select's, what Params are is launch's."""
+    gpu = device.for_arch("sm_80")
+    new, cache = view(2, 4, 2, 64), view(2, 640, 2, 64)
+    tensors = Tensors(q=view(2, 5, 6, 64), k=cache, v=cache, k_new=new, v_new=new)
+    odd = kvcache(tensors._replace(seqused_k=view(2, dtype="int32")), num_splits=3)
+    few, grid = select.forward(odd, gpu)
+    assert few.pack_gqa
+    assert grid.splits == 3
+    numbers = {"seqlen_q": 5, "group": 3, "heads": 6, "batch": 2, "splits": 3}
+    assert blocks(generate.launch_record(few), **numbers) == grid.blocks
+    many = dataclasses.replace(few, pack_gqa=False)
+    assert blocks(generate.launch_record(many), **numbers) == select.grid(many, odd, gpu, 3).blocks
+    append, grid = select.append(odd)
+    numbers = {"batch": 2, "seqlen_new": 4, "heads": 2}
+    assert blocks(generate.launch_record(append), **numbers) == grid.blocks
+    merge, grid = select.combine(select.splits_combine(odd, 3), True)
+    assert blocks(generate.launch_record(merge), batch=2, seqlen=5, heads=6) == grid.blocks
+
+    described = generate.launch_record(few)
+    assert described["symbol"] == few.name
+    assert (described["threads"], described["dynamic_shared_bytes"]) == (
+        few.threads,
+        few.shared_bytes,
+    )
+    fields = described["params"]
+    assert [field["name"] for field in fields] == list(launch.FORWARD.fields)
+    assert fields[1] == {"name": "k", "type": "pointer", "offset": 8}
+    assert fields[-1]["type"] == "float32"
+    assert described["params_bytes"] == -(-(fields[-1]["offset"] + 4) // 8) * 8
 
 
 def test_a_real_compilation(tmp_path):

@@ -25,21 +25,16 @@ SIZES = {"Q": 8, "q": 8, "i": 4, "f": 4}
 MEMBER = re.compile(r"^\s*(?:const )?(\w+)\*? (\w+);", re.MULTILINE)
 
 
-def mirrored(layout: launch.Layout) -> list[tuple[str, int]]:
-    """(field, offset) of every field as launch.py packs them, and the size of all."""
-    codes = (
-        "Q" * len(layout.pointers),
-        "i" * len(layout.lengths),
-        "q" * len(layout.longs),
-        "i" * len(layout.ints),
-        "f" * len(layout.floats),
-    )
+def packed(layout: launch.Layout) -> list[tuple[str, int]]:
+    """(field, offset) of every field as launch.py packs them."""
+    parts = re.findall(r"(\d+)(\w)", layout.head.format + layout.rest.format)
+    codes = "".join(code * int(count) for count, code in parts)
     offset, found = 0, []
-    for field, code in zip(layout.fields, "".join(codes), strict=True):
+    for field, code in zip(layout.fields, codes, strict=True):
         found.append((field, offset))
         offset += SIZES[code]
     assert offset == layout.head.size + layout.rest.size
-    return [*found, ("", offset)]
+    return found
 
 
 def members(source: str, struct: str, prefix: str = "") -> list[str]:
@@ -79,13 +74,22 @@ def test_params_are_those_of_params_cuh(kernel: str, tmp_path: Path) -> None:
     fields = members(source, "Params")
     assert fields == list(layout.fields)
     *offsets, (_, size) = compiled(source, fields, tmp_path)
-    *packed, (_, used) = mirrored(layout)
-    assert offsets == packed
-    assert size == -(-used // 8) * 8
+    assert offsets == packed(layout)
+    assert size == layout.size
     assert size <= -(-launch.PARAMS_BYTES // 8) * 8
 
 
-@pytest.mark.parametrize("layout", [launch.FORWARD, launch.COMBINE, launch.APPEND])
+LAYOUTS = [launch.FORWARD, launch.COMBINE, launch.APPEND]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fields_are_described_as_they_are_packed(layout: launch.Layout) -> None:
+    described = layout.described()
+    assert [(name, offset) for name, _, offset in described] == packed(layout)
+    assert {kind for _, kind, _ in described} <= {"pointer", "int32", "int64", "float32"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_plan_keeps_follows_the_head(layout: launch.Layout) -> None:
     """The rest is copied behind the head: its first field must lie there without padding."""
     assert layout.head.size % 8 == 0

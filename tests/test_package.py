@@ -23,8 +23,9 @@ if not (ROOT / "pyproject.toml").exists():
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of the sources, so that building leaves nothing behind in them."""
-    folder = tmp_path_factory.mktemp("checkout")
+    """A copy of the sources, so that building leaves nothing behind in them; in a folder rtflash, as a clone's is."""
+    folder = tmp_path_factory.mktemp("checkout") / "rtflash"
+    folder.mkdir()
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -107,13 +108,15 @@ def test_each_kind_of_install_works(kind, checkout, tmp_path, request):
     archive = None if kind == "checkout" else request.getfixturevalue(kind)
     python = environment(tmp_path / "venv", archive)
     variables = {"PYTHONPATH": str(checkout)} if kind == "checkout" else {}
-    used = run(python, "-c", USE, folder=tmp_path, **variables)
+    # Beside the clone, Python finds a folder rtflash before the package.
+    place = checkout.parent if kind == "editable" else tmp_path
+    used = run(python, "-c", USE, folder=place, **variables)
     assert used.returncode == 0, used.stderr
     home = tmp_path / "venv" if kind == "wheel" else checkout
     assert all(Path(path).is_relative_to(home) for path in used.stdout.split()), used.stdout
 
     pytest.importorskip("typer")
-    info = run(python, "-m", "rtflash", "info", folder=tmp_path, **variables)
+    info = run(python, "-m", "rtflash", "info", folder=place, **variables)
     assert info.returncode == 0, info.stderr
     assert rtflash.__version__ in info.stdout
 

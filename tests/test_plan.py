@@ -7,15 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_gpu import LIBRARY, FakeGpu, view
+from fake_gpu import FIRST, LIBRARY, FakeGpu, Library, view
 
 import rtflash
-from rtflash import call, launch, problem, select
+from rtflash import call, launch, problem, select, tensor
 from rtflash.problem import Tensors
 from rtflash.spec import AppendSpec, CombineSpec, Spec
 from rtflash.tensor import View
-
-OUT = 256  # where LIBRARY puts whatever it makes
 
 
 @pytest.fixture
@@ -36,7 +34,7 @@ def pointers(launched: Any) -> dict[str, int]:
     """The addresses in Params that are not null, in MiB where they are an input's."""
     names = (*launch.FORWARD.pointers, *launch.COMBINE.pointers, *launch.APPEND.pointers)
     return {
-        name.removeprefix("sequences."): value / 2**20 if value >= 2**20 else value
+        name.removeprefix("sequences."): value / 2**20 if value < FIRST else value
         for name, value in launched.params.items()
         if name in names and value
     }
@@ -44,18 +42,19 @@ def pointers(launched: Any) -> dict[str, int]:
 
 def test_a_dense_call(gpu: FakeGpu) -> None:
     q, k, v = (at(place, 2, 64, 4, 64) for place in (1, 2, 3))
-    rtflash.flash_attn_func(q, k, v, alibi_slopes=at(4, 4, dtype="fp32"))
+    alone = rtflash.flash_attn_func(q, k, v, alibi_slopes=at(4, 4, dtype="fp32"))
     out, lse, _ = rtflash.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     assert (out.shape, lse.shape) == ((2, 64, 4, 64), (2, 4, 64))
     first, second = gpu.launched
-    assert pointers(first) == {"q": 1, "k": 2, "v": 3, "o": OUT, "alibi_slopes": 4}
-    assert pointers(second) == {"q": 1, "k": 2, "v": 3, "o": OUT, "lse": OUT}
+    assert gpu.made == [alone, out, lse]
+    assert pointers(first) == {"q": 1, "k": 2, "v": 3, "o": alone.ptr, "alibi_slopes": 4}
+    assert pointers(second) == {"q": 1, "k": 2, "v": 3, "o": out.ptr, "lse": lse.ptr}
     assert (second.params["seqlen_q"], second.params["seqlen_k"]) == (64, 64)
     described = problem.dense(q, k, v, causal=True)
     spec, grid = select.forward(described, rtflash.device.get(0))
     assert (second.spec, second.shape) == (spec, grid[:3])
     tensors = Tensors(q, k, v)
-    head = launch.forward_head(tensors, OUT, OUT, 64, 64)
+    head = launch.forward_head(tensors, out.ptr, lse.ptr, 64, 64)
     rest = launch.forward_scalars(described, grid, spec.pack_gqa, tensors)
     whole = launch.FORWARD_HEAD.pack(*head) + rest
     assert bytes(gpu.arguments.bytes[: len(whole)]) == whole
@@ -84,10 +83,15 @@ def test_an_append_to_pages(gpu: FakeGpu) -> None:
     assert pointers(append) == {**places, "k_new": 4, "v_new": 5}
     splits = forward.params["splits"]
     assert splits > 1
-    behind = OUT + 4 * splits * math.prod(out.shape)
-    assert pointers(forward) == {**places, "q": 1, "o": OUT, "lse": behind}
+    assert gpu.made[:2] == [out, lse]
+    (workspace,) = gpu.made[2:]
+    assert len({x.ptr for x in gpu.made}) == 3
+    sizes = math.prod(out.shape), math.prod(lse.shape)
+    assert (workspace.shape, workspace.dtype) == ((splits * sum(sizes),), "fp32")
+    behind = workspace.ptr + 4 * splits * sizes[0]
+    assert pointers(forward) == {**places, "q": 1, "o": workspace.ptr, "lse": behind}
     assert pointers(combine) == {
-        "o_partial": OUT, "lse_partial": behind, "o": OUT, "lse": OUT,
+        "o_partial": workspace.ptr, "lse_partial": behind, "o": out.ptr, "lse": lse.ptr,
     }  # fmt: skip
     assert lse.shape == (2, 8, 1)
     assert [x.params["seqlen_k"] for x in (append, forward)] == [8192, 8192]
@@ -100,6 +104,39 @@ def test_an_int_is_a_number_of_the_call(gpu: FakeGpu) -> None:
     found = [x.params for x in gpu.launched if isinstance(x.spec, Spec)]
     assert [(p["seqlen_q"], p["seqlen_k"]) for p in found] == [(3, 5), (3, 500)]
     assert len(call._plans) == 1
+
+
+def test_an_int_counts_the_keys_before_the_new_ones(gpu: FakeGpu) -> None:
+    """The append kernel and the forward get the length after the append."""
+    q, cache, new = at(1, 2, 3, 8, 64), at(2, 2, 512, 2, 64), at(3, 2, 3, 2, 64)
+    for length in (0, 5, 509):
+        rtflash.flash_attn_with_kvcache(
+            q, cache, at(4, 2, 512, 2, 64), new, new, cache_seqlens=length
+        )
+        append, forward = (x for x in gpu.launched[-3:] if not isinstance(x.spec, CombineSpec))
+        assert isinstance(append.spec, AppendSpec)
+        assert isinstance(forward.spec, Spec)
+        assert [x.params["seqlen_k"] for x in (append, forward)] == [length + 3] * 2
+        gpu.launched.clear()
+    assert len(call._plans) == 1
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_an_int_past_the_room_is_refused(gpu: FakeGpu, warm: bool) -> None:
+    """By a plan that is there, and before one is made, before a copy even."""
+    q, k_cache, v_cache = at(1, 2, 3, 8, 64), at(2, 2, 512, 2, 64), at(3, 2, 512, 2, 64)
+    new = view(2, 3, 2, 64, step=1 if warm else 2)
+
+    def step(length: int) -> None:
+        rtflash.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=length)
+
+    if warm:
+        step(509)
+    before = len(gpu.launched), len(gpu.made), len(gpu.kernels), len(call._plans)
+    for length in (510, 512, 2**30):
+        with pytest.raises(ValueError, match=f"^cache_seqlens is {length}; it must be in 0..509"):
+            step(length)
+    assert before == (len(gpu.launched), len(gpu.made), len(gpu.kernels), len(call._plans))
 
 
 def dense_kv(kv: View, rows: int) -> None:
@@ -144,8 +181,8 @@ def test_a_packed_axis_may_run_backwards(
 def test_packed_tensors_without_elements_may_be_at_0(gpu: FakeGpu) -> None:
     kv = view(2, 0, 2, 2, 64, ptr=0)
     backwards = kv._replace(strides=(256, 256, -128, 64, 1))
-    rtflash.flash_attn_kvpacked_func(at(9, 2, 5, 2, 64), backwards)
-    assert pointers(gpu.launched[0]) == {"q": 9, "o": OUT}
+    out = rtflash.flash_attn_kvpacked_func(at(9, 2, 5, 2, 64), backwards)
+    assert pointers(gpu.launched[0]) == {"q": 9, "o": out.ptr}
 
 
 def test_what_makes_another_plan(gpu: FakeGpu) -> None:
@@ -166,6 +203,25 @@ def test_what_makes_another_plan(gpu: FakeGpu) -> None:
         rtflash.flash_attn_func(**{"q": q, "k": k, "v": k, **changes})
         assert len(call._plans) == made
     assert len(gpu.launched) == 11
+
+
+def test_each_alignment_has_a_plan(gpu: FakeGpu) -> None:
+    q = at(1, 2, 64, 4, 64)
+    for offset in (0, 8, 4, 2, 12, 16):
+        rtflash.flash_attn_func(q, q._replace(ptr=q.ptr + offset), q)
+    assert [x.spec.align for x in gpu.launched] == [16, 8, 4, 2, 4, 16]
+    assert len(call._plans) == 5
+
+
+def test_each_library_has_a_plan(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What allocates is part of it."""
+    q = at(1, 2, 64, 4, 64)
+    first = rtflash.flash_attn_func(q, q, q)
+    other = Library()
+    monkeypatch.setitem(tensor._by_type, View, other)
+    second = rtflash.flash_attn_func(q, q, q)
+    assert (gpu.made, other.made) == ([first], [second])
+    assert len(call._plans) == 2
 
 
 def test_calls_without_work_launch_nothing(gpu: FakeGpu) -> None:

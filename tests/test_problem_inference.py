@@ -7,11 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_gpu import LIBRARY, Library, view
+from fake_gpu import LIBRARY, FakeGpu, Library, view
 
 import rtflash
-from rtflash import build, call, device, inference, lengths, merging, plan, problem, select
+from rtflash import (
+    build,
+    call,
+    device,
+    inference,
+    lengths,
+    merging,
+    plan,
+    problem,
+    select,
+    tensor,
+)
+from rtflash.dlpack import Borrowed
 from rtflash.problem import Tensors
+from rtflash.spec import AppendSpec
 from rtflash.tensor import Framework, View
 
 
@@ -63,6 +76,7 @@ def test_varlen() -> None:
         total_k=20,
         ragged=True,
         num_splits=3,
+        max_seqlen_q=6,
     )
     assert made.out_shape == (10, 4, 32)
     assert made.lse_shape == (4, 10)
@@ -800,10 +814,13 @@ def test_an_int_is_checked_at_every_call(launches: list[tuple[Any, ...]]) -> Non
 def test_what_cannot_be_read_in_place_is_copied_but_a_cache(
     launches: list[tuple[Any, ...]],
 ) -> None:
+    made = LIBRARY.made = []
     decode(3, q=view(3, 2, 4, 64, step=2), k_new=view(3, 2, 2, 64, step=2))
+    copies = [x.ptr for x in made[:2]]
+    assert [launches[0][1].q, launches[0][1].k, launches[0][1].k_new] == [copies[0], 256, copies[1]]
+    made.clear()
     decode(-1, seqused_k=ints(3, ptr=258))
-    assert [launches[0][1].q, launches[0][1].k, launches[0][1].k_new] == [512, 256, 512]
-    assert launches[1][1].seqused_k == 512
+    assert launches[1][1].seqused_k == made[0].ptr
     with pytest.raises(ValueError, match="a cache is never copied"):
         decode(3, k=view(4, 40, 2, 64, step=2))
 
@@ -858,8 +875,12 @@ def test_states_that_no_stride_joins_are_copied(
     merges: list[tuple[Any, ...]], options: dict[str, Any]
 ) -> None:
     views, made = states(2, 5, **options)
-    merging._merge_on_device(Library(), made, tuple(views), views)
-    assert merges[0][1].strides == (0, 160, 32, 8, 1)
+    library = Library()
+    merging._merge_on_device(library, made, tuple(views), views)
+    copies = [x for x in library.made if x.shape == views[0].shape]
+    first, second = copies[0].ptr, copies[1].ptr
+    assert merges[0][1].ptr == first
+    assert merges[0][1].strides == ((second - first) // 2, 160, 32, 8, 1)
 
 
 @pytest.mark.parametrize("rows", [(2, 5), (5,)], ids=str)
@@ -949,3 +970,116 @@ def test_no_more_splits_than_the_combine_kernel_merges(batch: int) -> None:
         block_table=ints(batch, 65536),
     )
     assert select.forward(kvcache(tensors), device.for_arch("sm_80"))[1].splits == 256
+
+
+def test_tensors_without_elements_have_any_strides() -> None:
+    """NumPy 2.4 gives them strides of 0."""
+    empty = APPEND._replace(
+        k=view(0, 40, 2, 64)._replace(strides=(0, 0, 0, 0)),
+        v=view(0, 40, 2, 32)._replace(strides=(0, 0, 0, 0)),
+        q=view(0, 2, 4, 64),
+        seqused_k=ints(0),
+        k_new=view(0, 2, 2, 64),
+        v_new=view(0, 2, 2, 32),
+    )
+    assert problem.kvcache(empty).batch == 0
+    expanded = view(4, 40, 2, 64)._replace(strides=(0, 128, 64, 1))
+    nothing = APPEND._replace(k=expanded, k_new=view(3, 0, 2, 64), v_new=view(3, 0, 2, 32))
+    assert problem.kvcache(nothing).seqlen_new == 0
+    out = view(5, 0, 4, 64, dtype="fp32")._replace(strides=(0, 0, 0, 0))
+    parts = view(2, 5, 0, 4, 64, dtype="fp32"), view(2, 5, 0, 4, dtype="fp32")
+    assert problem.combine(*parts, out).rows == (5, 0)
+
+
+def test_read_only_caches_with_nothing_to_append() -> None:
+    cache = zeros(3, 16, 1, 8)
+    cache.flags.writeable = False
+    append_call(k_cache=cache, v_cache=cache, k=zeros(2, 0, 1, 8), v=zeros(2, 0, 1, 8))
+
+
+def test_no_query_heads() -> None:
+    with pytest.raises(ValueError, match=r"^q has 0 heads; it must have at least 1$"):
+        rtflash.flash_attn_func(zeros(1, 4, 0, 8), zeros(1, 4, 1, 8), zeros(1, 4, 1, 8))
+    with pytest.raises(ValueError, match=r"^qkv has 0 heads; it must have at least 1$"):
+        rtflash.flash_attn_qkvpacked_func(zeros(1, 4, 3, 0, 8))
+
+
+def test_a_bound_of_0_is_shown_as_the_caller_gave_it() -> None:
+    with pytest.raises(ValueError, match=r"^max_seqlen is 0; it must be at least 5, [^\n]*$"):
+        rtflash.flash_attn_varlen_qkvpacked_func(zeros(5, 3, 1, 8), int32(0, 5), 0)
+    with pytest.raises(ValueError, match=r"^max_seqlen_q is 0; it must be at least 4"):
+        packed_call(max_seqlen_q=0, cu_seqlens_q=int32(0, 4, 4, 5))
+
+
+@pytest.mark.parametrize("value", [3.0, "3", True, np.bool_(True), np.float32(3)], ids=repr)
+def test_a_length_is_an_int_or_a_tensor(value: Any) -> None:
+    kind = type(value).__name__
+    with pytest.raises(TypeError, match=rf"^cache_seqlens is a {kind}; .* int, or an int32 tensor"):
+        cache_call(cache_seqlens=value)
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("where", [-1, 0], ids=["host", "device"])
+def test_read_only_exports(monkeypatch: pytest.MonkeyPatch, name: str, where: int) -> None:
+    """Bit 0 of a DLPack tensor's flags: a cache may be read, not appended to."""
+    caches = {"k_cache": zeros(3, 16, 1, 8), "v_cache": zeros(3, 16, 1, 8)}
+    new = zeros(2, 1, 1, 8)
+    x = caches[name]
+    if where < 0:
+        x.flags.writeable = False
+        given = [Lent(a) for a in (zeros(2, 1, 2, 8), *caches.values(), new, new, int32(3, 15))]
+    else:
+        gpu = FakeGpu(monkeypatch)
+        monkeypatch.setitem(tensor._by_type, Borrowed, LIBRARY)
+        given = [lent_view(2, 1, 2, 8), *(lent_view(3, 16, 1, 8) for _ in range(2))]
+        given += [lent_view(2, 1, 1, 8), lent_view(2, 1, 1, 8), lent_view(2, dtype="int32")]
+        given[1 + list(caches).index(name)].read_only = True
+    q, k_cache, v_cache, k, v, used = given
+    rtflash.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=used)
+    with pytest.raises(
+        ValueError, match=rf"^{name} is read-only; it must be writable: k is written"
+    ):
+        rtflash.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=used)
+    if where == 0:
+        assert AppendSpec not in {type(launched.spec) for launched in gpu.launched}
+        given[1 + list(caches).index(name)].read_only = False
+        rtflash.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=used)
+
+
+def test_read_only_results() -> None:
+    out = zeros(5, 4, 8)
+    parts = Lent(zeros(3, 5, 4, 8)), Lent(np.zeros((3, 5, 4), np.float32))
+    rtflash.flash_attn_combine(*parts, Lent(out))
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match=r"^out is read-only; it must be writable$"):
+        rtflash.flash_attn_combine(*parts, Lent(out))
+
+
+def test_read_only_results_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    monkeypatch.setitem(tensor._by_type, Borrowed, LIBRARY)
+    parts = lent_view(3, 5, 4, 8), lent_view(3, 5, 4, dtype="fp32")
+    out = lent_view(5, 4, 8)
+    rtflash.flash_attn_combine(*parts, out)
+    assert len(gpu.launched) == 1
+    out.read_only = True
+    with pytest.raises(ValueError, match=r"^out is read-only; it must be writable$"):
+        rtflash.flash_attn_combine(*parts, out)
+    assert len(gpu.launched) == 1
+
+
+class Lent:
+    """A NumPy array as another library's tensor."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self.array.__dlpack__(**keywords)
+
+
+def lent_view(*shape: int, dtype: str = "fp16") -> Borrowed:
+    return Borrowed(*view(*shape, dtype=dtype))

@@ -118,7 +118,7 @@ def faults(arch: str, made: build.Artifact) -> list[str]:
         "spills": used.spill_stores or used.spill_loads,
         "local memory": used.local_bytes,
         "compiler warnings": made.warnings,
-        "static shared memory": used.shared_bytes,
+        "static shared memory": used.static_shared_bytes,
         "more shared memory than a CTA has": spec.shared_bytes > gpu.shared_bytes_per_block,
         "too many registers for its CTAs per SM": rounded
         * spec.threads

@@ -21,8 +21,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rtflash import build, nvrtc
-from rtflash.spec import DTYPES, MAX_HEAD_DIM, ROTARIES
+from rtflash import build, launch, nvrtc
+from rtflash.spec import DTYPES, MAX_HEAD_DIM, ROTARIES, AnySpec, AppendSpec, Spec
 
 from .screen import check_file, check_folder, console, frameless, given, items
 from .served import (
@@ -96,6 +96,34 @@ def write(outcome: Outcome, folder: Path) -> None:
         (place / name).write_bytes(data)
     record = json.dumps(dict(entry.record), indent=1)
     (place / "spec.json").write_text(record + "\n", encoding="utf-8")
+    how = json.dumps(launch_record(outcome.variant.spec), indent=1)
+    (place / "launch.json").write_text(how + "\n", encoding="utf-8")
+
+
+def launch_record(spec: AnySpec) -> dict[str, Any]:
+    """How a kernel is launched, for `launch.json`: grid, block, shared memory, and the fields of its one argument.
+
+    The grid is a formula of Params' fields and of the batch (packed rows to merge: batch 1).
+    """
+    if isinstance(spec, Spec):
+        rows, heads = (
+            ("seqlen_q * group", "heads / group") if spec.pack_gqa else ("seqlen_q", "heads")
+        )
+        grid = f"ceil({rows} / {spec.block_m}) * batch * {heads} * splits"
+        layout = launch.FORWARD
+    elif isinstance(spec, AppendSpec):
+        grid, layout = "batch * seqlen_new * heads", launch.APPEND
+    else:
+        grid, layout = "batch * seqlen * heads", launch.COMBINE
+    fields = layout.described()
+    return {
+        "symbol": spec.name,
+        "grid": grid,
+        "threads": spec.threads,
+        "dynamic_shared_bytes": spec.shared_bytes,
+        "params_bytes": layout.size,
+        "params": [{"name": name, "type": kind, "offset": at} for name, kind, at in fields],
+    }
 
 
 def report(outcome: Outcome) -> dict[str, Any]:
@@ -107,7 +135,7 @@ def report(outcome: Outcome) -> dict[str, Any]:
         row |= {
             "registers": used.registers,
             "threads": variant.spec.threads,
-            "shared_bytes": used.shared_bytes + variant.spec.shared_bytes,
+            "shared_bytes": used.static_shared_bytes + variant.spec.shared_bytes,
             "local_bytes": used.local_bytes,
             "spill_bytes": used.spill_stores + used.spill_loads,
             "cubin_bytes": len(artifact.cubin),
@@ -194,7 +222,7 @@ def command(
     append: Annotated[bool, typer.Option("--append", help="--decode with new keys.")] = False,
     rotary: Annotated[str, typer.Option(help=f"Of new keys: {', '.join(ROTARIES)}")] = "none",
     every: Annotated[bool, typer.Option("--table", help="All of the tile table.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write .cu, .cubin, spec.json here.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write .cu, .cubin, .json here.")] = None,
     report_file: Annotated[Path | None, typer.Option("--json", help="Write a report here.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = os.cpu_count() or 1,
     allow: Annotated[bool, typer.Option("--allow-faults", help="Exit 0 despite faults.")] = False,

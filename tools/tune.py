@@ -3,7 +3,7 @@
 usage: python tools/tune.py [--head-dim 64,128] [--tile m128x64_w4s2_qreg_b2,...] [--shared 99] [--json FILE]
        python tools/tune.py --rows few [--head-dim 64,128] [--tile m16x128_w4ks2_qreg,...] [--json FILE]
 
-The second form is for the tiles of decoding, `select.FEW`: fractions of a copy's bandwidth.
+The second form is for the tiles of decoding, `tiles.FEW`: fractions of a copy's bandwidth.
 
 Exit status 1 if a candidate computes something wrong, 2 if nothing can be measured. A head_dim takes about two minutes.
 """

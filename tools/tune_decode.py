@@ -1,4 +1,4 @@
-"""Time tiles of `select.FEW` for one query over a cache, beside cuDNN and FlashAttention-2; part of tools/tune.py."""
+"""Time tiles of `tiles.FEW` for one query over a cache, beside cuDNN and FlashAttention-2; part of tools/tune.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from .timing import copy_bandwidth, graph_medians
 
 @contextlib.contextmanager
 def in_table(tile: Tile) -> Iterator[None]:
-    """Within, calls of few rows take this tile, whatever their head_dim and device."""
+    """Within, calls of few rows take this tile, whatever their head_dim and device.
+
+    (select imports FEW by name, so it is select's that is replaced; that of tiles would change nothing.)
+    """
     kept = select.FEW
     select.FEW = {0: (TableRow(MAX_HEAD_DIM, tile),)}
     try:
