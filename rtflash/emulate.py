@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import device, launch, select, settings
+from . import device, guarded, launch, select, settings, tensor_map
 from . import problem as problems
 from .cxx import why_not as why_not
 from .dlpack import row_major
@@ -61,7 +61,10 @@ def run_call(
         The templates do not compile for the host; there is no C++ compiler.
     """
     tensors = readable(tensors)
-    problem = dataclasses.replace(problem, align=problems.alignment(*map(view, tensors[:3])))
+    views = [view(x) for x in tensors[:3]]
+    problem = dataclasses.replace(
+        problem, align=problems.alignment(*views), boxes=all(map(tensor_map.fits, views))
+    )
     spec, grid = select.forward(problem, device.for_arch(arch))
     report = attend(spec, grid, problem, tensors, cache_seqlen, How(seed), True)
     settings.logger().info("%s", report)
@@ -90,6 +93,7 @@ def run_variant(
     *,
     splits: int = 1,
     section: int = 1,
+    blocks: int = 0,
     seed: int = 0,
     workers: int = 0,
     check: bool = True,
@@ -103,6 +107,7 @@ def run_variant(
     problem, tensors, cache_seqlen : as `cpu.run` takes them.
     splits : of the keys; with Spec.split.
     section : (batch, head) pairs of a section of the tile order, see block.cuh.
+    blocks : CTAs that share the tiles, of isa 90; 0 = as many as on a GPU.
     seed, workers, templates : see How.
     check : whether a finding raises.
 
@@ -114,6 +119,8 @@ def run_variant(
         As `run_call`.
     """
     grid = select.grid(spec, problem, device.for_arch(ARCH), splits)._replace(section=section)
+    if blocks and spec.isa == 90:
+        grid = grid._replace(blocks=min(blocks, grid.blocks))
     how = How(seed, workers, templates)
     return attend(spec, grid, problem, tensors, cache_seqlen, how, check)
 
@@ -192,9 +199,11 @@ def attend(
         shapes = {"o_partial": p.out_shape, "lse_partial": p.lse_shape}
         written = {name: output((grid.splits, *shapes[name]), np.float32) for name in shapes}
     o, sums = written.values()
-    head = launch.FORWARD_HEAD.pack(
-        *launch.forward_head(views, o.view.ptr, sums.view.ptr, *lengths)
-    )  # fmt: skip
+    values = launch.forward_head(views, o.view.ptr, sums.view.ptr, *lengths)
+    if spec.isa == 90:
+        head = launch.FORWARD_TMA_HEAD.pack(*emulated_maps(spec, views), *values)
+    else:
+        head = launch.FORWARD_HEAD.pack(*values)
     params = head + launch.forward_scalars(p, grid, spec.pack_gqa, views)
     uses = inputs(launch.FORWARD, given) | {name: (x, WRITE) for name, x in written.items()}
     outcomes.append(start(spec, grid, params, uses, how))
@@ -208,6 +217,15 @@ def attend(
     if p.seqlen_new and p.batch:
         tensors.k[...], tensors.v[...] = given["k"].array, given["v"].array
     return report
+
+
+def emulated_maps(spec: Spec, views: Tensors) -> list[bytes]:
+    """The tensor maps of q, k and v, as the host target reads them."""
+    maps = tensor_map.maps(spec.block_m, spec.block_n, *views[:3])
+    return [
+        guarded.tensor_map(view.ptr, x.dims, x.strides, x.box, x.swizzle)
+        for view, x in zip(views[:3], maps, strict=True)
+    ]
 
 
 def inputs(layout: launch.Layout, given: dict[str, Guarded]) -> dict[str, tuple[Guarded, int]]:

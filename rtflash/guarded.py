@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,10 @@ PADDING, EMPTY, HELD = 0, 1, 2
 POISON = 0xFF  # NaN in fp16, bf16 and fp32
 GUARD = 1 << 20  # bytes before and after a tensor; the system gives them no memory
 ALIGNMENT = 256
+PARAMS_ALIGNMENT = 64  # of Params that hold tensor maps
+# struct TiledTensor of report.cuh, in the 128 bytes of a tensor map.
+TENSOR_MAP = struct.Struct("<4Q9I60x")
+SWIZZLES = {0: 0, 64: 1, 128: 2}  # by bytes
 
 
 class How(NamedTuple):
@@ -111,6 +116,25 @@ def view(array: Array) -> View:
     return View(array.ctypes.data, array.shape, strides, dtype, -1)
 
 
+def tensor_map(
+    address: int,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    swizzle: int,
+) -> bytes:
+    """What an emulated kernel finds where a GPU's finds the driver's tensor map.
+
+    Parameters
+    ----------
+    address : of the tensor, whose elements have 2 bytes.
+    dims, box : columns, heads, rows, batches.
+    strides : bytes from head to head, row to row, batch to batch.
+    swizzle : bytes of a row of its pattern: 0 (none), 64 or 128.
+    """
+    return TENSOR_MAP.pack(address, *strides, *dims, *box, SWIZZLES[swizzle])
+
+
 def start(
     spec: AnySpec,
     grid: select.Grid,
@@ -136,9 +160,12 @@ def start(
         buffer.size, buffer.states = tensor.states.size, tensor.states.ctypes.data
         buffer.access = use
     counts, findings = (CCount * MAX_COUNTS)(), (CFinding * MAX_FINDINGS)()
-    packed = ctypes.create_string_buffer(params, len(params))
+    # The kernel copies whole multiples of the alignment.
+    memory = np.zeros(len(params) + 2 * PARAMS_ALIGNMENT, np.uint8)
+    packed = memory[-memory.ctypes.data % PARAMS_ALIGNMENT :][: len(params)]
+    packed[...] = np.frombuffer(params, np.uint8)
     described = CLaunch(
-        params=ctypes.addressof(packed),
+        params=packed.ctypes.data,
         buffers=buffers,
         counts=counts,
         findings=findings,

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from . import tensor_map
 from .problem import Combine, Problem, Tensors
 from .tensor import View
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from .select import Grid
 
 AXES = ("batch", "row", "head")
+TENSOR_MAP = "tensor map"
+KIND_BYTES = {TENSOR_MAP: tensor_map.BYTES, "int32": 4, "float32": 4}
 SEQUENCES = (
     "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "cache_batch_idx", "block_table",
 )  # fmt: skip
@@ -26,7 +29,7 @@ SEQUENCES = (
 class Layout(NamedTuple):
     """A kernel's struct Params, field by field in its order; tests compile params.cuh and compare offsets.
 
-    What changes from call to call stands first: pointers, then `lengths`.
+    What changes from call to call stands first: tensor maps, pointers, `lengths`.
     """
 
     pointers: tuple[str, ...]
@@ -34,16 +37,18 @@ class Layout(NamedTuple):
     longs: tuple[str, ...]
     ints: tuple[str, ...]
     floats: tuple[str, ...] = ()
+    maps: tuple[str, ...] = ()
 
     @property
     def fields(self) -> tuple[str, ...]:
         """All of them."""
-        return self.pointers + self.lengths + self.longs + self.ints + self.floats
+        return self.maps + self.pointers + self.lengths + self.longs + self.ints + self.floats
 
     @property
     def head(self) -> struct.Struct:
         """What changes from call to call."""
-        return struct.Struct(f"<{len(self.pointers)}Q{len(self.lengths)}i")
+        maps = f"{tensor_map.BYTES}s" * len(self.maps)
+        return struct.Struct(f"<{maps}{len(self.pointers)}Q{len(self.lengths)}i")
 
     @property
     def rest(self) -> struct.Struct:
@@ -53,12 +58,14 @@ class Layout(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of the struct."""
-        return -(-(self.head.size + self.rest.size) // 8) * 8
+        unit = tensor_map.ALIGNMENT if self.maps else 8
+        return -(-(self.head.size + self.rest.size) // unit) * unit
 
     def described(self) -> list[tuple[str, str, int]]:
         """(name, type, offset) of each field; nothing is padded but the end."""
         found, offset = [], 0
         kinds = (
+            (TENSOR_MAP, self.maps),
             ("pointer", self.pointers),
             ("int32", self.lengths),
             ("int64", self.longs),
@@ -67,7 +74,7 @@ class Layout(NamedTuple):
         for kind, names in (*kinds, ("float32", self.floats)):
             for name in names:
                 found.append((name, kind, offset))
-                offset += 4 if kind.endswith("32") else 8
+                offset += KIND_BYTES.get(kind, 8)
         return found
 
 
@@ -86,11 +93,12 @@ FORWARD = Layout(
         "alibi_batch_stride", "alibi_head_stride", "rotary_cos_stride", "rotary_sin_stride", "table_stride",
     ),
     (
-        "heads", "group", "pairs", "section", "splits", "window_left", "window_right", "total_q", "total_k", "k_batch",
-        "page_size", "pages", "seqlen_new", "positions", "rotary_half", "rotate_by_row",
+        "heads", "group", "pairs", "section", "splits", "blocks", "window_left", "window_right", "total_q", "k_rows",
+        "k_batch", "page_size", "pages", "seqlen_new", "positions", "rotary_half", "rotate_by_row",
     ),
     ("score_scale", "softcap_log2"),
 )  # fmt: skip
+FORWARD_TMA = FORWARD._replace(maps=("q_map", "k_map", "v_map"))
 COMBINE = Layout(
     ("o_partial", "lse_partial", "o", "lse"),
     (),
@@ -106,9 +114,11 @@ APPEND = Layout(
         "rotary_half",
     ),
 )  # fmt: skip
-FORWARD_HEAD, COMBINE_HEAD, APPEND_HEAD = FORWARD.head, COMBINE.head, APPEND.head
+FORWARD_HEAD, FORWARD_TMA_HEAD = FORWARD.head, FORWARD_TMA.head
+COMBINE_HEAD, APPEND_HEAD = COMBINE.head, APPEND.head
 FORWARD_REST, COMBINE_REST, APPEND_REST = FORWARD.rest, COMBINE.rest, APPEND.rest
-PARAMS_BYTES = max(layout.head.size + layout.rest.size for layout in (FORWARD, COMBINE, APPEND))
+# The driver reads whole multiples of the alignment of a tensor map.
+PARAMS_BYTES = max(layout.size for layout in (FORWARD_TMA, COMBINE, APPEND))
 
 LOG2_E = math.log2(math.e)
 
@@ -145,10 +155,11 @@ def forward_scalars(problem: Problem, grid: Grid, packed_rows: bool, tensors: Te
         p.batch * (p.heads_k if packed_rows else p.heads),
         grid.section,
         grid.splits,
+        grid.blocks,
         left,
         right,
         max(p.total_q, 0),
-        max(p.total_k, 0),
+        k.shape[-3],
         p.cache_batch,
         max(p.page_size, 1),
         p.pages,

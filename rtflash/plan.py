@@ -8,18 +8,23 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from . import build, device, launch, lengths, select
+from . import build, device, launch, lengths, select, tensor_map
 from .dlpack import row_major
 from .problem import Problem, Tensors
 from .spec import AnySpec, Spec
 from .tensor import Framework, View
+from .tensor_map import TensorMap
 
 # The numbers of a call, which its launches pick from: 0, these, behind them the inputs' addresses and Plan.shifts.
-OUT, LSE, WORKSPACE, SEQLEN_Q, SEQLEN_K, INPUTS = range(1, 7)
+# (Tensor maps are no numbers, but stand among them.)
+OUT, LSE, WORKSPACE, SEQLEN_Q, SEQLEN_K, Q_MAP, K_MAP, V_MAP, INPUTS = range(1, 10)
+MAPS = Q_MAP, K_MAP, V_MAP
 # While a plan is made, a number's place times this stands for it, give or take an offset below half of this.
 MARK = 2**48
 OUTPUTS = OUT * MARK, LSE * MARK
 LENGTHS = SEQLEN_Q * MARK, SEQLEN_K * MARK
+NO_MAPS = (None,) * len(MAPS)
+MAP_MARKS = tuple(place * MARK for place in MAPS)
 
 
 class Launch(NamedTuple):
@@ -44,6 +49,7 @@ class Plan(NamedTuple):
     new_workspace : makes what a split forward writes and combine reads; None: not split.
     steps : the launches in their order: append, forward, combine, but for those that have nothing to do.
     shifts : (place, offset) of numbers that are another one plus an offset.
+    maps : of q, k and v, where the forward copies by TMA, and what picks their addresses.
     """
 
     call: Problem
@@ -54,6 +60,8 @@ class Plan(NamedTuple):
     new_workspace: Callable[[], Any] | None = None
     steps: tuple[launch.Step, ...] = ()
     shifts: tuple[tuple[int, int], ...] = ()
+    maps: tuple[TensorMap, ...] = ()
+    mapped: Callable[[Sequence[int]], tuple[int, ...]] = tuple
 
 
 def make(
@@ -82,6 +90,11 @@ def make(
         for x in launches
         if x.grid.blocks > 0
     )
+    maps: tuple[TensorMap, ...] = ()
+    mapped: Callable[[Sequence[int]], tuple[int, ...]] = tuple
+    if spec.isa == 90:
+        maps = tensor_map.maps(spec.block_m, spec.block_n, *tensors[:3])
+        mapped = picker([view.ptr for view in marked[:3]], shifts, first)
     elements = grid.splits * (math.prod(call.out_shape) + math.prod(call.lse_shape))
     return Plan(
         call,
@@ -92,6 +105,8 @@ def make(
         library.allocator((elements,), "fp32", index) if spec.split else None,
         steps,
         tuple(shifts),
+        maps,
+        mapped,
     )
 
 
@@ -108,6 +123,9 @@ def forward_launches(
 ) -> list[Launch]:
     """The forward, and after a split one the merge of what it writes into the workspace."""
     scalars = launch.forward_scalars(call, grid, spec.pack_gqa, tensors)
+    if spec.isa == 90:
+        head = MAP_MARKS + launch.forward_head(marked, *OUTPUTS, *LENGTHS)
+        return [Launch(spec, grid, launch.FORWARD_TMA_HEAD, head, scalars)]
     if not spec.split:
         head = launch.forward_head(marked, *OUTPUTS, *LENGTHS)
         return [Launch(spec, grid, launch.FORWARD_HEAD, head, scalars)]
@@ -177,21 +195,26 @@ def run(
     out, lse : of Plan.new_out and new_lse; lse None: not wanted.
     cache_seqlen : see call.attend.
     """
-    call, _, index, _, _, new_workspace, steps, shifts = plan
+    call, _, index, _, _, new_workspace, steps, shifts, maps, mapped = plan
     if not steps:
         return
     workspace = None if new_workspace is None else new_workspace()
-    numbers = [
+    numbers: list[Any] = [
         0,
         library.pointer(out),
         0 if lse is None else library.pointer(lse),
         0 if workspace is None else library.pointer(workspace),
         call.seqlen_q,
         call.seqlen_k if cache_seqlen < 0 else cache_seqlen + call.seqlen_new,
+        *NO_MAPS,
         *addresses,
     ]
     for place, offset in shifts:
         numbers.append(max(numbers[place] + offset, 0))  # an input without elements may be at 0
+    if maps:
+        numbers[Q_MAP:INPUTS] = [
+            x.at(address) for x, address in zip(maps, mapped(numbers), strict=True)
+        ]
     stream = library.stream(index)
     launch.run(steps, numbers, stream, index)
     if held:

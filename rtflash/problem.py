@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from . import checks
+from . import checks, tensor_map
 from .cache_checks import (
     append_reasons,
     cache_reasons,
@@ -93,6 +93,7 @@ class Problem:
     softcap : cap of cap * tanh(score / cap); 0 = off.
     alibi : whether -slope * abs(distance) is added.
     align : bytes of the widest load that the addresses and strides of q, k, v allow.
+    boxes : whether TMA can copy q, k and v.
     total_q, total_k : rows of packed q, and of packed k and v; -1: not packed.
     ragged : whether any of `checks.INTEGERS` is given.
     page_size, columns, pages : slots of a page, columns of the block table, and how many pages there are; 0: no pages.
@@ -120,6 +121,7 @@ class Problem:
     softcap: float
     alibi: bool
     align: int
+    boxes: bool = False
     total_q: int = -1
     total_k: int = -1
     ragged: bool = False
@@ -198,6 +200,7 @@ def describe(tensors: Tensors, given: Options, **sizes: Any) -> Problem:
         softcap=given.cap,
         alibi=tensors.alibi_slopes is not None,
         align=alignment(q, k, v),
+        boxes=all(map(tensor_map.fits, (q, k, v))),
         num_splits=given.splits,
         **sizes,
     )

@@ -8,10 +8,11 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
+from . import settings
 from .device import Device
 from .problem import Combine, Problem
 from .spec import ALIGNMENTS, ELEMENT_BYTES, MAX_SPLITS, AppendSpec, CombineSpec, Spec
-from .tiles import FEW, FEW_ROWS, SOME, SOME_ROWS, TILES, Table, Tile, tile
+from .tiles import FEW, FEW_ROWS, HOPPER, SOME, SOME_ROWS, TILES, Table, Tile, tile
 
 # A scale that is not a normal positive fp32 number, even times log2(e), is applied before the masks: -inf * 0 is NaN.
 LEAST_SCALE = 2.0**-125
@@ -44,6 +45,19 @@ class Grid(NamedTuple):
     splits: int = 1
 
 
+def why_not_hopper(problem: Problem, device: Device) -> str | None:
+    """None where the kernel for Hopper serves calls with many queries, else the reason as one sentence."""
+    if (device.major, device.minor) != (9, 0):
+        return f"{device.name} is no Hopper: it has no wgmma."
+    if problem.page_size or problem.rotary != "none":
+        return "Pages and rotated queries cannot be copied by TMA."
+    if problem.align < WIDEST_LOAD or not problem.boxes:
+        return (
+            "TMA copies only from addresses and by strides in whole 16 bytes, and no empty tensor."
+        )
+    return None
+
+
 def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
     """The variant and the grid of a forward call.
 
@@ -65,8 +79,14 @@ def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
         main = grid(variant(problem, device, TILES), problem, device)
         if splits > 1 and (problem.num_splits or not is_full(main.blocks, device, 1)):
             table = SOME
+    if table is TILES:
+        reason = why_not_hopper(problem, device)
+        if reason is None:
+            table = HOPPER
+        elif device.major == 9:
+            settings.logger().info("not the kernel for Hopper: %s", reason)
     spec = variant(problem, device, table)
-    splits = 1 if table is TILES else split_count(problem, spec, device)
+    splits = 1 if table in (TILES, HOPPER) else split_count(problem, spec, device)
     if splits > 1:
         spec = as_split(spec)
     return spec, grid(spec, problem, device, splits)
@@ -76,9 +96,10 @@ def variant(problem: Problem, device: Device, table: Table) -> Spec:
     """The variant, unsplit, that a table has for a call."""
     p = problem
     prescale = p.softcap > 0 or p.alibi or not LEAST_SCALE <= p.softmax_scale < GREAT_SCALE
-    narrow = prescale or p.mask == "window" or p.align < WIDEST_LOAD
+    narrow = prescale or (table is not HOPPER and (p.mask == "window" or p.align < WIDEST_LOAD))
     chosen = tile(max(p.head_dim, p.head_dim_v), device, narrow, table)
-    own = table is not TILES
+    own = table is FEW or table is SOME
+    isa = 90 if table is HOPPER else 80 if device.major >= 8 else 75
     # Lengths that a device array may say, or of packed rows, are taken as uneven.
     even = not (own or p.ragged or p.cache_batch or p.page_size)
     # What a single query sees ends with the last key under any right bound.
@@ -86,7 +107,7 @@ def variant(problem: Problem, device: Device, table: Table) -> Spec:
     even_m = even and p.seqlen_q % chosen.block_m == 0
     even_n = even and p.seqlen_k % chosen.block_n == 0
     return make_spec(
-        p.dtype, p.head_dim, p.head_dim_v, chosen, 80 if device.major >= 8 else 75, "full" if full else p.mask,
+        p.dtype, p.head_dim, p.head_dim_v, chosen, isa, "full" if full else p.mask,
         p.softcap > 0, p.alibi, prescale, even_m, even_n, p.align, own, p.ragged, p.page_size > 0, p.rotary,
     )  # fmt: skip
 
@@ -123,6 +144,8 @@ def grid(spec: Spec, problem: Problem, device: Device, splits: int = 1) -> Grid:
             f"batch {problem.batch} x heads {problem.heads} x seqlen_q {problem.seqlen_q} makes {blocks} CTAs;"
             f" CUDA launches at most {MAX_BLOCKS}"
         )
+    if spec.isa == 90:
+        return Grid(min(blocks, device.sm_count), spec.threads, spec.shared_bytes, 1, splits)
     pairs = section(problem, device)
     if spec.pack_gqa:
         pairs = max(1, pairs // group)
@@ -263,11 +286,12 @@ def variants(spec: Spec) -> list[Spec]:
 def every_variant(problem: Problem, device: Device) -> list[Spec | CombineSpec | AppendSpec]:
     """All that a call of these features can need, whatever its lengths, batch and heads."""
     specs: dict[Spec | CombineSpec | AppendSpec, None] = {}
+    main = TILES if why_not_hopper(problem, device) else HOPPER
     one, many = (dataclasses.replace(problem, seqlen_q=n) for n in (1, 2))
-    for table in (FEW, SOME, TILES):
-        if table is TILES and (problem.page_size or problem.rotary != "none"):
+    for table in (FEW, SOME, main):
+        if table is main and (problem.page_size or problem.rotary != "none"):
             continue
-        for call in (many,) if table is TILES else (many, one):
+        for call in (many,) if table is main else (many, one):
             specs.update(dict.fromkeys(variants(variant(call, device, table))))
     specs[combine(splits_combine(problem, 2), True)[0]] = None
     if problem.seqlen_new:
@@ -287,12 +311,17 @@ TABLE_FEATURES: tuple[tuple[str, dict[str, float]], ...] = (
 def table_specs(device: Device) -> list[Spec]:
     """What the tables make on a device: every tile with each mask, dtype and evenness, and with each feature."""
     specs: dict[Spec, None] = {}
-    for table in (TILES, FEW, SOME):
+    tables = (
+        (TILES, FEW, SOME, HOPPER) if (device.major, device.minor) == (9, 0) else (TILES, FEW, SOME)
+    )
+    for table in tables:
         for head_dim in sorted({row.max_head_dim for rows in table.values() for row in rows}):
             for dtype in ("fp16", "bf16") if device.major >= 8 else ("fp16",):
                 for mask, features in TABLE_FEATURES:
                     call = table_problem(head_dim, dtype, mask, features)
-                    for places in ({}, PACKED) if table is TILES else ({}, PACKED, PAGED, APPENDED):
+                    for places in (
+                        ({}, PACKED) if table in (TILES, HOPPER) else ({}, PACKED, PAGED, APPENDED)
+                    ):
                         found = variant(dataclasses.replace(call, **places), device, table)
                         specs.update(dict.fromkeys([found] if features else variants(found)))
     return list(specs)

@@ -12,13 +12,18 @@ from typing import Any, Protocol
 
 DTYPES = ("fp16", "bf16")
 MASKS = ("full", "causal", "window")
-ISAS = (75, 80)
+ISAS = (75, 80, 90)
 ROTARIES = ("none", "interleaved", "halves")
 ALIGNMENTS = (16, 8, 4, 2)
 MAX_HEAD_DIM = 256
 ELEMENT_BYTES = 2
 WARP_SIZE = 32
 MMA_M = 16
+WARPGROUP = 4  # warps
+TILE_ALIGNMENT = 1024  # bytes; of a tile that TMA swizzles
+MBARRIER_BYTES = 8
+PLACE_BYTES = 64
+SM90_SHARED_BYTES = 227 * 1024  # of a CTA
 COMBINE_WARPS = 4
 APPEND_THREADS = 128
 MAX_SPLITS = 256
@@ -27,6 +32,11 @@ MAX_SPLITS = 256
 def padded_head_dim(head_dim: int) -> int:
     """Columns of a shared-memory row: whole slabs of 64 elements (128 bytes), or of 32 where 64 would waste half."""
     return -(-head_dim // 32) * 32
+
+
+def slab_columns(head_dim: int) -> int:
+    """Columns of a slab."""
+    return 64 if padded_head_dim(head_dim) % 64 == 0 else 32
 
 
 def field_texts(spec: Any) -> dict[str, str]:
@@ -65,7 +75,8 @@ class Spec:
     warps : warps of a CTA; each owns block_m / warps query rows, or all rows and a part of the keys: see key_warps.
     stages : shared-memory buffers of K and of V (1: two barriers a tile; 2: one barrier a tile; with key_warps > 1:
         tiles of a warp's own ring).
-    isa : 75 = synchronous copies and mma.m16n8k8 (fp16 only); 80 = cp.async and mma.m16n8k16.
+    isa : 75 = synchronous copies and mma.m16n8k8 (fp16 only); 80 = cp.async and mma.m16n8k16; 90 = TMA and wgmma, with
+        a warpgroup more than `warps` that loads.
     q_in_regs : Q's fragments stay in registers instead of being read from shared memory for every tile.
     blocks_per_sm : resident CTAs that the register allocation must leave room for.
     mask : "full", "causal" (bottom-right) or "window" (two run-time bounds).
@@ -119,7 +130,18 @@ class Spec:
         )
         require(1 <= self.head_dim <= MAX_HEAD_DIM, "head_dim", f"in 1..{MAX_HEAD_DIM}")
         require(1 <= self.head_dim_v <= MAX_HEAD_DIM, "head_dim_v", f"in 1..{MAX_HEAD_DIM}")
-        require(self.warps in (2, 4, 8, 16), "warps", "2, 4, 8 or 16")
+        if self.isa == 90:
+            require(self.warps in (4, 8, 12), "warps", "4, 8 or 12 for isa 90: whole warpgroups")
+            require(self.block_m == self.warps * MMA_M, "block_m", f"{MMA_M} rows a warp")
+            require(self.block_n <= 256, "block_n", "at most 256: wgmma's widest")
+            require(
+                not self.q_in_regs,
+                "q_in_regs",
+                "False for isa 90: wgmma reads Q from shared memory",
+            )
+            require(self.key_warps == 1, "key_warps", "1 for isa 90")
+        else:
+            require(self.warps in (2, 4, 8, 16), "warps", "2, 4, 8 or 16")
         require(self.key_warps in (1, self.warps), "key_warps", f"1 or {self.warps}")
         require(
             self.block_m >= MMA_M and self.block_m % (self.row_warps * MMA_M) == 0,
@@ -135,7 +157,8 @@ class Spec:
             require(self.block_n <= WARP_SIZE * self.key_warps, "block_n", "32 keys a warp at most")
             require(1 <= self.stages <= 8, "stages", "in 1..8")
         else:
-            require(self.stages in (1, 2), "stages", "1 or 2")
+            most = 4 if self.isa == 90 else 2
+            require(1 <= self.stages <= most, "stages", f"in 1..{most}")
         require(
             self.isa >= 80 or self.stages == 1, "stages", "1 for isa 75 (no asynchronous copies)"
         )
@@ -182,24 +205,44 @@ class Spec:
     @property
     def kernel_file(self) -> str:
         """The template that holds the kernel."""
-        return "forward_sm80.cu"
+        return "forward_sm90.cu" if self.isa == 90 else "forward_sm80.cu"
 
     @property
     def threads(self) -> int:
         """Threads of a CTA."""
-        return self.warps * WARP_SIZE
+        return (self.warps + (WARPGROUP if self.isa == 90 else 0)) * WARP_SIZE
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a CTA: Q and the K and V buffers; O is staged over them at the end."""
+        """Dynamic shared memory of a CTA: Q and the K and V buffers; O is staged over them at the end (not by isa 90,
+        which keeps barriers behind them)."""
         row_qk = padded_head_dim(self.head_dim) * ELEMENT_BYTES
         row_v = padded_head_dim(self.head_dim_v) * ELEMENT_BYTES
         tiles = self.block_m * row_qk + self.stages * self.block_n * (row_qk + row_v)
+        if self.isa == 90:
+            return (
+                tiles
+                + (self.q_stages - 1) * self.block_m * row_qk
+                + self.extra_bytes(self.q_stages)
+            )
         if self.key_warps == 1:
             return max(tiles, self.block_m * row_v)
         # O in fp32 (8 columns more than a row has, against bank conflicts), reference and sum, of each warp's rows.
         row_o = (padded_head_dim(self.head_dim_v) + 8 + 2) * 4
         return max(tiles, self.key_warps * self.block_m * row_o)
+
+    @property
+    def q_stages(self) -> int:
+        """Buffers of Q: two where they fit, with isa 90, so that the next tile's Q travels in time."""
+        row_qk = padded_head_dim(self.head_dim) * ELEMENT_BYTES
+        row_v = padded_head_dim(self.head_dim_v) * ELEMENT_BYTES
+        tiles = 2 * self.block_m * row_qk + self.stages * self.block_n * (row_qk + row_v)
+        return 2 if tiles + self.extra_bytes(2) <= SM90_SHARED_BYTES else 1
+
+    def extra_bytes(self, q_stages: int) -> int:
+        """Shared memory of isa 90 beside the tiles: their alignment, places of query tiles, two barriers a buffer."""
+        buffers = q_stages + 2 * self.stages
+        return TILE_ALIGNMENT + (q_stages + 1) * PLACE_BYTES + 2 * buffers * MBARRIER_BYTES
 
     @property
     def out_align(self) -> int:
@@ -217,6 +260,29 @@ class Spec:
             "head_dim_v_padded": str(padded_head_dim(self.head_dim_v)),
             "out_align": str(self.out_align),
             "threads": str(self.threads),
+            "q_stages": str(self.q_stages),
+            **(self.wgmma_variables() if self.isa == 90 else {}),
+        }
+
+    def wgmma_variables(self) -> dict[str, str]:
+        """Operands of wgmma in inline assembly, where each register of the accumulators has a number of its own."""
+        widths = {"score": self.block_n, "output": -(-self.head_dim_v // MMA_M) * MMA_M}
+        texts = {"wgmma_types": {"fp16": "f16.f16", "bf16": "bf16.bf16"}[self.dtype]}
+        for name, width in widths.items():
+            registers = width // 2  # of a thread
+            tiles = [(i // 4, i % 4) for i in range(registers)]
+            texts |= {
+                f"{name}_shape": f"n{width}",
+                f"{name}_registers": ", ".join(f"%{i}" for i in range(registers)),
+                f"{name}_operands": ", ".join(f'"+f"(d[0][{j}][{i}])' for j, i in tiles),
+            }
+        scores, outputs = (width // 2 for width in widths.values())
+        return texts | {
+            "score_a": f"%{scores}",
+            "score_b": f"%{scores + 1}",
+            "score_add": f"%{scores + 2}",
+            "output_a": ", ".join(f"%{outputs + i}" for i in range(4)),
+            "output_b": f"%{outputs + 4}",
         }
 
     def to_dict(self) -> dict[str, object]:
@@ -275,6 +341,7 @@ class CombineSpec:
         return field_texts(self) | {
             "name": self.name,
             "kernel": "combine",
+            "isa": "0",
             "warps": str(COMBINE_WARPS),
             "threads": str(self.threads),
             "max_splits": str(MAX_SPLITS),
@@ -331,6 +398,7 @@ class AppendSpec:
         return field_texts(self) | {
             "name": self.name,
             "kernel": "append",
+            "isa": "0",
             "threads": str(self.threads),
         }
 

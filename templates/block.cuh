@@ -1,4 +1,4 @@
-// Which part of the problem a CTA works on: blockIdx -> sequence, head, rows and the range of key
+// Which part of the problem a tile is: its number -> sequence, head, rows and the range of key
 // tiles.
 //
 // Rows are query positions; with kPackGqa row i is position i / group of head i % group of the
@@ -8,7 +8,9 @@
 #include "params.cuh"
 #include "ptx.cuh"
 
-struct Block {
+constexpr int kNoBatch = -1;  // there is no more work
+
+struct alignas(16) Block {
   int batch;
   int head;     // query head; with kPackGqa the group's first
   int head_k;   // its key head
@@ -18,10 +20,11 @@ struct Block {
   int n_end;
   int seqlen_q;  // of the sequence
   int seqlen_k;
-  int q_begin;  // the sequence's first row in packed q and o
-  int q_slots;  // positions from there on that are its to write: seqlen_q or more
-  int k_begin;  // the row of its first key in k and v
-  int k_batch;  // the row of its batch in k and v
+  int q_begin;    // the sequence's first row in packed q and o
+  int q_slots;    // positions from there on that are its to write: seqlen_q or more
+  int k_begin;    // the row of its first key in k and v
+  int k_batch;    // the row of its batch in k and v
+  int unused[3];  // 64 bytes in all
 };
 
 /// The query position of a row.
@@ -52,8 +55,8 @@ __device__ __forceinline__ void place_sequence(const Params& params, Block& bloc
   }
   if (given.cu_seqlens_k != nullptr) {
     const int first = load_int(given.cu_seqlens_k, b);
-    const int begin = kPaged ? first : min(max(first, 0), params.total_k);
-    const int room = kPaged ? params.seqlen_k : params.total_k - begin;
+    const int begin = kPaged ? first : min(max(first, 0), params.k_rows);
+    const int room = kPaged ? params.seqlen_k : params.k_rows - begin;
     block.k_begin = kPaged ? 0 : begin;
     block.seqlen_k = min(max(load_int(given.cu_seqlens_k, b + 1) - begin, 0), room);
   }
@@ -74,20 +77,82 @@ __device__ __forceinline__ void place_sequence(const Params& params, Block& bloc
   }
 }
 
-/// Tile order: the (batch, head) pairs are cut into sections of `params.section` whose keys and
-/// values fit L2 together. Within a section all pairs take their last query tile first: under a
-/// causal mask the longest work then starts first. With section 1 the tiles of one pair follow one
-/// another. (LPT within L2 sections: FlashAttention-3.) The splits of a tile follow one another.
-__device__ __forceinline__ Block locate_block(const Params& params) {
+/// Key tiles [begin, end).
+struct KeyTiles {
+  int begin;
+  int end;
+};
+
+/// The key tiles of which rows [row_begin, row_end) see some key.
+__device__ __forceinline__ KeyTiles tiles_seen(const Params& params, const Block& block,
+                                               int row_begin, int row_end) {
+  KeyTiles seen = {0, (block.seqlen_k + kBlockN - 1) / kBlockN};
+  if constexpr (kMask != MaskKind::full) {
+    // Query position i stands at key i + seqlen_k - seqlen_q (bottom-right) and sees window_right
+    // keys beyond it.
+    const int shift = block.seqlen_k - block.seqlen_q;
+    const int end = row_position(params, row_end - 1) + 1;
+    const int right = kMask == MaskKind::causal ? 0 : params.window_right;
+    const int keys_end = max(min(end, block.seqlen_q) + shift + right, 0);
+    seen.end = min(seen.end, (keys_end + kBlockN - 1) / kBlockN);
+    if constexpr (kMask == MaskKind::window) {
+      const int first = row_position(params, row_begin) + shift;
+      seen.begin = max(first - params.window_left, 0) / kBlockN;
+    }
+  }
+  return seen;
+}
+
+/// A tile of rows: which (batch, head) pair it belongs to and which of the pair's tiles it is.
+struct TilePlace {
+  int pair;
+  int m;  // -1: none
+};
+
+/// The tiles of rows that a pair has.
+__device__ __forceinline__ int count_m_tiles(const Params& params) {
   const int rows = kPackGqa ? params.seqlen_q * params.group : params.seqlen_q;
-  const int m_tiles = (rows + kBlockM - 1) / kBlockM;
+  return (rows + kBlockM - 1) / kBlockM;
+}
+
+/// Tile order where each tile has a CTA: the (batch, head) pairs are cut into sections of
+/// `params.section` whose keys and values fit L2 together. Within a section all pairs take their
+/// last query tile first: under a causal mask the longest work then starts first. With section 1
+/// the tiles of one pair follow one another. (LPT within L2 sections: FlashAttention-3.)
+__device__ __forceinline__ TilePlace place_in_section(const Params& params, int index) {
+  const int m_tiles = count_m_tiles(params);
   const int section_tiles = params.section * m_tiles;
-  const int index = kSplit ? block_index() / params.splits : block_index();
   const int section = index / section_tiles;
   const int in_section = index - section * section_tiles;
   const int pairs = min(params.section, params.pairs - section * params.section);
   const int m = in_section / pairs;
-  const int pair = section * params.section + in_section - m * pairs;
+  return {section * params.section + in_section - m * pairs, m_tiles - 1 - m};
+}
+
+// Tiles that a CTA which stays takes one after the other. Under a causal mask a pair's last tile
+// and its first are together as long as its second last and its second, and so on: all couples take
+// the same time.
+constexpr int kCouple = kMask == MaskKind::causal ? 2 : 1;
+
+/// Tile order where CTAs stay: couple by couple, pair by pair.
+__device__ __forceinline__ TilePlace place_in_couple(const Params& params, int index) {
+  const int m_tiles = count_m_tiles(params);
+  const int couples = (m_tiles + kCouple - 1) / kCouple;
+  const int pair = index / (couples * kCouple);
+  const int in_pair = index - pair * couples * kCouple;
+  const int first = in_pair / kCouple;
+  const int last = m_tiles - 1 - first;
+  if (in_pair % kCouple == 0) return {pair, last};
+  return {pair, first < last ? first : -1};
+}
+
+/// The place of a tile, and of its part of the keys: the splits of a tile of rows follow one
+/// another.
+__device__ __forceinline__ Block locate_block(const Params& params, int tile) {
+  const int index = kSplit ? tile / params.splits : tile;
+  const TilePlace place =
+      kIsa == 90 ? place_in_couple(params, index) : place_in_section(params, index);
+  const int pair = place.pair;
 
   Block block;
   const int heads = kPackGqa ? params.heads / params.group : params.heads;
@@ -95,29 +160,19 @@ __device__ __forceinline__ Block locate_block(const Params& params) {
   const int head = pair - block.batch * heads;
   block.head = kPackGqa ? head * params.group : head;
   block.head_k = kPackGqa ? head : head / params.group;
-  block.split = kSplit ? block_index() - index * params.splits : 0;
-  block.m_begin = (m_tiles - 1 - m) * kBlockM;
+  block.split = kSplit ? tile - index * params.splits : 0;
+  block.m_begin = place.m * kBlockM;
   block.seqlen_q = block.q_slots = params.seqlen_q;
   block.seqlen_k = params.seqlen_k;
   block.q_begin = block.k_begin = 0;
   block.k_batch = block.batch;
   if constexpr (kRagged) place_sequence(params, block);
 
-  block.n_begin = 0;
-  block.n_end = (block.seqlen_k + kBlockN - 1) / kBlockN;
-  const int first = row_position(params, block.m_begin);
-  if constexpr (kMask != MaskKind::full) {
-    // Query position i stands at key i + seqlen_k - seqlen_q (bottom-right) and sees window_right
-    // keys beyond it.
-    const int shift = block.seqlen_k - block.seqlen_q;
-    const int end = row_position(params, block.m_begin + kBlockM - 1) + 1;
-    const int right = kMask == MaskKind::causal ? 0 : params.window_right;
-    const int keys_end = max(min(end, block.seqlen_q) + shift + right, 0);
-    block.n_end = min(block.n_end, (keys_end + kBlockN - 1) / kBlockN);
-    if constexpr (kMask == MaskKind::window) {
-      block.n_begin = max(first + shift - params.window_left, 0) / kBlockN;
-    }
-  }
+  if (kIsa == 90 && place.m < 0) block.q_slots = block.m_begin = 0;
+
+  const KeyTiles seen = tiles_seen(params, block, block.m_begin, block.m_begin + kBlockM);
+  block.n_begin = seen.begin;
+  block.n_end = seen.end;
   if constexpr (kSplit) {
     // Parts of equal length, but for one tile.
     const int tiles = max(block.n_end - block.n_begin, 0);
@@ -127,6 +182,6 @@ __device__ __forceinline__ Block locate_block(const Params& params) {
     block.n_end = block.n_begin + part + (block.split < longer ? 1 : 0);
   }
   // Of a tile that lies past the sequence's queries only zeros are written.
-  if (kRagged && first >= block.seqlen_q) block.n_end = block.n_begin;
+  if (kRagged && row_position(params, block.m_begin) >= block.seqlen_q) block.n_end = block.n_begin;
   return block;
 }

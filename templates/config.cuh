@@ -37,7 +37,8 @@ constexpr RotaryKind kRotary = RotaryKind::${rotary};
 //% endif
 
 //% if kernel == "forward"
-constexpr int kIsa = ${isa};  // 75: synchronous copies, m16n8k8; 80: cp.async, m16n8k16
+constexpr int kIsa = ${isa};  // 75: synchronous copies, m16n8k8; 80: cp.async, m16n8k16; 90: TMA,
+                              // wgmma
 constexpr int kHeadDim = ${head_dim};
 constexpr int kHeadDimV = ${head_dim_v};
 constexpr int kHeadDimPadded = ${head_dim_padded};     // columns of a shared row of Q and K
@@ -82,6 +83,31 @@ constexpr int kRows = 2 * kMmaM;  // rows of S and O that a thread shares with i
 // and 13.5, head_dim 128); with one, pieces cost 3 % (H200, head_dim 256). Q's fragments in
 // registers need constant indices.
 constexpr int kQueryKeyUnroll = kQInRegisters || kMmaM == 1 || kMmaK < 8 ? kMmaK : 4;
+
+//% if isa == 90
+// Warpgroups: the first loads, the others multiply, 64 query rows each.
+constexpr int kWarpgroupThreads = 128;
+constexpr int kConsumers = kWarps / 4;
+constexpr int kQueryStages = ${q_stages};  // buffers of Q
+static_assert(kThreads == (kConsumers + 1) * kWarpgroupThreads, "one warpgroup more, to load");
+
+// wgmma names each register of an accumulator: S is m64 x kBlockN, O m64 x 8 kMmaV. Operands behind
+// the accumulator have the numbers that follow.
+// clang-format off
+#define WGMMA_TYPES "${wgmma_types}"
+#define SCORE_SHAPE "${score_shape}"
+#define SCORE_REGISTERS "${score_registers}"
+#define SCORE_OPERANDS(d) ${score_operands}
+#define SCORE_A "${score_a}"
+#define SCORE_B "${score_b}"
+#define SCORE_ADD "${score_add}"
+#define OUTPUT_SHAPE "${output_shape}"
+#define OUTPUT_REGISTERS "${output_registers}"
+#define OUTPUT_OPERANDS(d) ${output_operands}
+#define OUTPUT_A "${output_a}"
+#define OUTPUT_B "${output_b}"
+// clang-format on
+//% endif
 
 static_assert(kBlockM % (kRowWarps * 16) == 0, "each warp owns whole m16 tiles");
 static_assert(kWarpKeys % 16 == 0, "P V takes 16 keys a step");

@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int lane = thread % 32;
   const int warp = thread / 32;
   const int warp_row = warp / kKeyWarps * 16 * kMmaM;
-  const Block block = locate_block(params);
+  const Block block = locate_block(params, block_index());
   if (kRagged && row_position(params, block.m_begin) >= block.q_slots) return;
 
   // ldmatrix: where this lane's row and 16-byte chunk of a 16x16 tile of Q and V, and of K, lie.
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
   const int first_row = block.m_begin + warp_row + lane / 4;
   const int first_column = warp % kKeyWarps * kWarpKeys + lane % 4 * 2;
-  const Mask mask(params, block, first_row, first_column);
+  const Mask mask(params, block, block.m_begin, block.m_begin + kBlockM, first_row, first_column);
   const Score score(params, block, first_row, first_column);
   OnlineSoftmax softmax(score.exponent_scale());
   OutputTile o = {};

@@ -23,8 +23,21 @@ struct Sequences {
   const int* block_table;      // (batch, columns): the page of every page_size slots
 };
 
+//% if isa == 90
+/// Where and how a (column, head, row, batch) tensor lies, and the box of it that one TMA copies:
+/// the driver's CUtensorMap.
+struct alignas(64) TensorMap {
+  uint64 opaque[16];
+};
+//% endif
+
 //% if kernel == "forward"
 struct Params {
+  //% if isa == 90
+  TensorMap q_map;
+  TensorMap k_map;
+  TensorMap v_map;
+  //% endif
   const Element* q;           // (batch, seqlen_q, heads, kHeadDim)
   const Element* k;           // (batch, seqlen_k, heads / group, kHeadDim)
   const Element* v;           // (batch, seqlen_k, heads / group, kHeadDimV)
@@ -54,11 +67,12 @@ struct Params {
   int pairs;           // (batch, head) pairs; with kPackGqa (batch, key head)
   int section;         // pairs that a section of the tile order holds, see block.cuh
   int splits;
+  int blocks;       // CTAs of the grid
   int window_left;  // keys seen before and after the query's own position; unbounded: seqlen_q +
                     // seqlen_k
   int window_right;
   int total_q;  // rows of packed q
-  int total_k;  // rows of packed k and v
+  int k_rows;   // rows of k and v: of every batch, or packed
   int k_batch;  // sequences that the cache has room for
   int page_size;
   int pages;

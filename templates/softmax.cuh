@@ -35,13 +35,7 @@ struct OnlineSoftmax {
     bool outgrown = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      float row_max = -kInfinity;
-#pragma unroll
-      for (int j = 0; j < kMmaN; ++j) {
-        row_max = fmaxf(row_max, fmaxf(s[r / 2][j][r % 2 * 2], s[r / 2][j][r % 2 * 2 + 1]));
-      }
-      row_max = fmaxf(row_max, shuffle_xor(row_max, 1));
-      tile_max[r] = fmaxf(row_max, shuffle_xor(row_max, 2)) * scale;
+      tile_max[r] = row_max(s, r) * scale;
       outgrown |= tile_max[r] - reference[r] > kRescaleThreshold;
     }
     if (any_lane(outgrown)) rescale(tile_max, o);
@@ -61,6 +55,52 @@ struct OnlineSoftmax {
     }
   }
 
+  /// `update`, but for O, which a product may still be adding to: returns whether it must be
+  /// rescaled, by `factor`.
+  __device__ __forceinline__ bool grow(const ScoreTile& s, float (&factor)[kRows]) {
+    bool outgrown = false;
+    float tile_max[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      tile_max[r] = row_max(s, r) * scale;
+      outgrown |= tile_max[r] - reference[r] > kRescaleThreshold;
+    }
+    outgrown = any_lane(outgrown);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float grown = outgrown ? fmaxf(reference[r], tile_max[r]) : reference[r];
+      factor[r] = exp2_approx(reference[r] - grown);
+      reference[r] = grown;
+      row_sum[r] *= factor[r];
+    }
+    return outgrown;
+  }
+
+  /// O times `factor`.
+  static __device__ __forceinline__ void rescale_by(const float (&factor)[kRows], OutputTile& o) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int j = 0; j < kMmaV; ++j) {
+        o[r / 2][j][r % 2 * 2] *= factor[r];
+        o[r / 2][j][r % 2 * 2 + 1] *= factor[r];
+      }
+    }
+  }
+
+  /// Scores to probabilities, in place; adds them to the sums.
+  __device__ __forceinline__ void exponentiate(ScoreTile& s) {
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = i / 2;
+        s[0][j][i] = exp2_approx(fmaf(s[0][j][i], scale, -reference[r]));
+        row_sum[r] += s[0][j][i];
+      }
+    }
+  }
+
   /// Completes the sums over the quad.
   __device__ __forceinline__ void finish() {
 #pragma unroll
@@ -76,6 +116,17 @@ struct OnlineSoftmax {
   }
 
  private:
+  /// The highest score of row r in a tile.
+  static __device__ __forceinline__ float row_max(const ScoreTile& s, int r) {
+    float highest = -kInfinity;
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+      highest = fmaxf(highest, fmaxf(s[r / 2][j][r % 2 * 2], s[r / 2][j][r % 2 * 2 + 1]));
+    }
+    highest = fmaxf(highest, shuffle_xor(highest, 1));
+    return fmaxf(highest, shuffle_xor(highest, 2));
+  }
+
   __device__ __forceinline__ void rescale(const float (&tile_max)[kRows], OutputTile& o) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from backends import Backend
 from compare import check, check_lse
-from layouts import alignment, decode, encode, repeat
+from layouts import alignment, decode, encode, fits_tma, repeat
 from numpy.typing import NDArray
 from reference import attention, same_dtype
 
@@ -94,6 +94,7 @@ class Call:
             alignment(layout, shape)
             for layout, shape in zip(self.layouts, self.shapes, strict=True)
         ]
+        boxes = all(map(fits_tma, self.layouts, self.shapes))
         return Problem(
             batch=self.batch,
             seqlen_q=self.seqlen_q,
@@ -109,6 +110,7 @@ class Call:
             softcap=self.softcap,
             alibi=bool(self.alibi),
             align=min(aligns),
+            boxes=boxes,
         )
 
 

@@ -50,6 +50,7 @@ class Probe:
     tile: Tile
     isa: int = 80
     section: int = 1
+    blocks: int = 0
 
     def spec(self, described: Problem) -> Spec:
         """The variant."""
@@ -74,14 +75,15 @@ class Probe:
 class SequenceProbe:
     """A call on packed sequences or on a cache, with the query heads of a key head packed.
 
-    `splits` of the keys, more than one, make partial results and merge them. With `malformed`, the first sequence's
-    new keys have no page, and the last one of the last sequence has no slot.
+    With isa 90 heads are not packed. `splits` of the keys, more than one, make partial results and merge them. With
+    `malformed`, the first sequence's new keys have no page, and the last one of the last sequence has no slot.
     """
 
     call: VarlenCall | CacheCall
     tile: Tile
     splits: int = 1
     malformed: bool = False
+    isa: int = 80
 
     def spec(self, described: Problem) -> Spec:
         """The variant."""
@@ -90,11 +92,12 @@ class SequenceProbe:
             dtype=p.dtype,
             head_dim=p.head_dim,
             head_dim_v=p.head_dim_v,
+            isa=self.isa,
             mask=p.mask,
             alibi=p.alibi,
             prescale=p.alibi,
             align=p.align,
-            pack_gqa=True,
+            pack_gqa=self.isa != 90,
             split=self.splits > 1,
             ragged=p.ragged,
             paged=p.page_size > 0,
@@ -108,6 +111,7 @@ ONE_STAGE = Tile(128, 64, 4, 1)
 PADDED = ("padded", "bhsd", "every2")
 RING = Tile(16, 64, 4, 2, True, key_warps=4)
 ROWS = Tile(64, 64, 4, 2)
+GROUPS = Tile(128, 64, 8, 2)
 ONE = {"heads": 1, "heads_k": 1, "batch": 1}
 # Lengths put limits of masks at the edges of tiles: 192 - 130 = 62 is one less than a tile's last
 # key, and the window of 60 to its left starts one key after a tile's first.
@@ -230,6 +234,21 @@ PROBES: dict[str, Probe | SequenceProbe] = {
         ),
         ROWS,
     ),
+    "groups": Probe(Call(130, 400, head_dim=128, dtype="bf16", **ONE), GROUPS, isa=90, blocks=1),
+    # One buffer of Q, and several tiles of rows for one CTA, of which warpgroups skip keys.
+    "groups' tiles": Probe(
+        Call(500, 100, heads=1, heads_k=1, batch=2, head_dim=128, causal=True),
+        Tile(128, 176, 8, 2),
+        isa=90,
+        blocks=1,
+    ),
+    "groups, causal": Probe(
+        Call(300, 300, head_dim=96, causal=True, **ONE), GROUPS, isa=90, blocks=2
+    ),
+    # Tiles of V hold rows of the next sequence.
+    "groups, packed": SequenceProbe(
+        VarlenCall(lengths_q=(130, 3, 70), lengths_k=(200, 65, 100), tail=40), GROUPS, isa=90
+    ),
 }
 
 
@@ -252,6 +271,11 @@ KERNEL, PIPELINE, COPY = "forward_sm80.cu", "sm80/pipeline.cuh", "sm80/copy.cuh"
 SOFTMAX, MASK, EPILOGUE, BLOCK = "softmax.cuh", "mask.cuh", "epilogue.cuh", "block.cuh"
 RING_FLOW, EPILOGUE_KEYS, OUTPUT = "sm80/ring.cuh", "epilogue_keys.cuh", "output.cuh"
 COMBINE, APPEND, ROTARY, PAGES = "combine.cu", "append.cu", "rotary.cuh", "pages.cuh"
+GROUPS_KERNEL, GROUPS_PIPELINE, GROUPS_MMA = (
+    "forward_sm90.cu",
+    "sm90/pipeline.cuh",
+    "sm90/mma.cuh",
+)
 WAIT_K = """    wait_copies<0>();
     barrier_cta();
     if constexpr (kStages == 1) {"""
@@ -262,6 +286,11 @@ WAIT_Q = "wait_copies<KeyValuePipeline::kStartGroups>();"
 NEXT_V = """    } else if (n > block.n_begin) {
       load_v<false>(next_stage(), n - 1);
       commit_copies();"""
+WAIT_FOR_K = "    mbarrier_wait(smem.k_full(ring.stage), ring.round);\n"
+RELEASE_K = "    self.release(smem.k_empty(ring.stage));\n"
+WAIT_FOR_S = "    wgmma_wait<1>();\n    pin(s);\n"
+RELEASE_V = "    self.release(smem.v_empty(before.stage));\n"
+WAIT_FOR_O = f"    wgmma_wait<0>();\n    pin(o);\n{RELEASE_V}"
 
 FAULTS = (
     Fault("no barrier before S", PIPELINE, WAIT_K, WAIT_K.replace("barrier_cta();", ""), "causal"),
@@ -398,15 +427,15 @@ FAULTS = (
     Fault(
         "causal limit one key early",
         MASK,
-        "row_end[r] = own + right + 1;",
-        "row_end[r] = own + right;",
+        "keys_end[r] = own + right + 1;",
+        "keys_end[r] = own + right;",
         "causal",
     ),
     Fault(
         "window's left end one key late",
         MASK,
-        "row_begin[r] = own - params.window_left;",
-        "row_begin[r] = own - params.window_left + 1;",
+        "keys_begin[r] = own - params.window_left;",
+        "keys_begin[r] = own - params.window_left + 1;",
         "window",
     ),
     Fault(
@@ -426,8 +455,8 @@ FAULTS = (
     Fault(
         "keys past the end seen",
         MASK,
-        ": min(end, row_end[own] + row);",
-        ": row_end[own] + row;",
+        ": min(end, keys_end[own] + row);",
+        ": keys_end[own] + row;",
         "window",
     ),
     Fault(
@@ -447,15 +476,15 @@ FAULTS = (
     Fault(
         "tiles past the keys",
         BLOCK,
-        "block.n_end = min(block.n_end, (keys_end + kBlockN - 1) / kBlockN);",
-        "block.n_end = (keys_end + kBlockN - 1) / kBlockN;",
+        "seen.end = min(seen.end, (keys_end + kBlockN - 1) / kBlockN);",
+        "seen.end = (keys_end + kBlockN - 1) / kBlockN;",
         "early window",
     ),
     Fault(
         "tiles before the keys",
         BLOCK,
-        "max(first + shift - params.window_left, 0) / kBlockN",
-        "(first + shift - params.window_left) / kBlockN",
+        "max(first - params.window_left, 0) / kBlockN",
+        "(first - params.window_left) / kBlockN",
         "early window",
     ),
     Fault(
@@ -494,8 +523,8 @@ FAULTS = (
     Fault(
         "maximum over half of the quad",
         SOFTMAX,
-        "shuffle_xor(row_max, 2)",
-        "shuffle_xor(row_max, 1)",
+        "shuffle_xor(highest, 2)",
+        "shuffle_xor(highest, 1)",
         "peaked",
     ),
     Fault(
@@ -902,6 +931,339 @@ FAULTS = (
     Fault(
         "slots of pages by mask", PAGES, "(slot) % page_size", "(slot) & (page_size - 1)", "pages"
     ),
+    Fault(
+        "K copied before its buffer is free",
+        GROUPS_PIPELINE,
+        "    mbarrier_wait(smem.k_empty(k.stage), k.round ^ 1);\n",
+        "",
+        "groups",
+    ),
+    Fault(
+        "V copied before its buffer is free",
+        GROUPS_PIPELINE,
+        "    mbarrier_wait(smem.v_empty(v.stage), v.round ^ 1);\n",
+        "",
+        "groups",
+    ),
+    Fault(
+        "Q copied before its buffer is free",
+        GROUPS_PIPELINE,
+        "    mbarrier_wait(smem.q_empty(q.stage), q.round ^ 1);\n",
+        "",
+        "groups' tiles",
+    ),
+    Fault(
+        "a ring's first round finds no empty buffer",
+        GROUPS_PIPELINE,
+        "k.round ^ 1",
+        "k.round",
+        "groups",
+    ),
+    Fault("a ring stays in its round", GROUPS_PIPELINE, "      round ^= 1;\n", "", "groups"),
+    Fault(
+        "more bytes expected than come",
+        GROUPS_PIPELINE,
+        "mbarrier_arrive_expect(full, Tile::kBytes);",
+        "mbarrier_arrive_expect(full, Tile::kBytes + 16);",
+        "groups",
+    ),
+    Fault(
+        "no bytes expected",
+        GROUPS_PIPELINE,
+        "mbarrier_arrive_expect(full, Tile::kBytes);",
+        "mbarrier_arrive(full);",
+        "groups",
+    ),
+    Fault(
+        "a slab of a tile is not copied",
+        GROUPS_PIPELINE,
+        "slab < Tile::kSlabs; ++slab",
+        "slab < Tile::kSlabs - 1; ++slab",
+        "groups",
+    ),
+    Fault(
+        "slabs of the same columns",
+        GROUPS_PIPELINE,
+        "slab * Tile::kSlabColumns, head",
+        "0, head",
+        "groups",
+    ),
+    Fault(
+        "head and row exchanged",
+        GROUPS_PIPELINE,
+        "slab * Tile::kSlabColumns, head, row,",
+        "slab * Tile::kSlabColumns, row, head,",
+        "groups",
+    ),
+    Fault(
+        "mbarriers without a fence", GROUPS_PIPELINE, "    fence_mbarrier_init();\n", "", "groups"
+    ),
+    Fault(
+        "mbarriers without a barrier",
+        GROUPS_KERNEL,
+        "  barrier_cta();  // the barriers are there\n",
+        "",
+        "groups",
+    ),
+    Fault(
+        "full counts an arrival too many",
+        GROUPS_PIPELINE,
+        "mbarrier_init(full(i), 1);",
+        "mbarrier_init(full(i), 2);",
+        "groups",
+    ),
+    Fault(
+        "empty counts a warp too few",
+        GROUPS_PIPELINE,
+        "mbarrier_init(empty(i), kWarps);",
+        "mbarrier_init(empty(i), kWarps - 1);",
+        "groups",
+    ),
+    Fault(
+        "tiles off their swizzle",
+        GROUPS_PIPELINE,
+        "(start + kTileAlignment - 1) / kTileAlignment * kTileAlignment",
+        "start",
+        "groups",
+    ),
+    Fault(
+        "a place fewer",
+        GROUPS_PIPELINE,
+        "constexpr int kPlaces = kQueryStages + 1;",
+        "constexpr int kPlaces = kQueryStages;",
+        "groups' tiles",
+    ),
+    Fault(
+        "no place with Q",
+        GROUPS_PIPELINE,
+        "    store_block(smem.places + place.stage * kPlaceBytes, block);\n",
+        "",
+        "groups",
+    ),
+    Fault(
+        "lanes do not meet before one releases",
+        GROUPS_KERNEL,
+        "    barrier_warp();  // all lanes have: one that still waits would miss the phase\n",
+        "",
+        "groups' tiles",
+    ),
+    Fault(
+        "every lane releases",
+        GROUPS_KERNEL,
+        "if (lane == 0) mbarrier_arrive(empty);",
+        "mbarrier_arrive(empty);",
+        "groups",
+    ),
+    Fault(
+        "K is not waited for",
+        GROUPS_KERNEL,
+        f"{WAIT_FOR_K}    self.await_turn();",
+        "    self.await_turn();",
+        "groups",
+    ),
+    Fault(
+        "the first K is not waited for",
+        GROUPS_KERNEL,
+        f"{WAIT_FOR_K}    start_scores(s);",
+        "    start_scores(s);",
+        "groups",
+    ),
+    Fault(
+        "V is not waited for",
+        GROUPS_KERNEL,
+        "    mbarrier_wait(smem.v_full(place.stage), place.round);\n",
+        "",
+        "groups",
+    ),
+    Fault(
+        "Q is not waited for",
+        GROUPS_KERNEL,
+        "    mbarrier_wait(smem.q_full(q.stage), q.round);\n",
+        "",
+        "groups",
+    ),
+    Fault(
+        "K released before it is read",
+        GROUPS_KERNEL,
+        WAIT_FOR_S + RELEASE_K,
+        RELEASE_K + WAIT_FOR_S,
+        "groups",
+    ),
+    Fault(
+        "V released before it is read",
+        GROUPS_KERNEL,
+        WAIT_FOR_O,
+        RELEASE_V + WAIT_FOR_O.removesuffix(RELEASE_V),
+        "groups",
+    ),
+    Fault(
+        "Q released before it is read",
+        GROUPS_KERNEL,
+        "      work.first(n_last);\n",
+        "      self.release(smem.q_empty(q.stage));\n      work.first(n_last);\n",
+        "groups' tiles",
+    ),
+    Fault(
+        "P packed while it is read",
+        GROUPS_KERNEL,
+        WAIT_FOR_O,
+        f"    pack_probabilities(p, s);\n{WAIT_FOR_O}",
+        "groups",
+    ),
+    Fault(
+        "O rescaled in flight",
+        GROUPS_KERNEL,
+        WAIT_FOR_O,
+        f"    softmax.rescale_by(factor, o);\n{WAIT_FOR_O}",
+        "groups",
+    ),
+    Fault(
+        "S read in flight",
+        GROUPS_KERNEL,
+        "    wgmma_wait<1>();\n",
+        "    wgmma_wait<2>();\n",
+        "groups",
+    ),
+    Fault(
+        "the last P V is not waited for",
+        GROUPS_KERNEL,
+        "    start_output(ring);\n    wgmma_wait<0>();\n",
+        "    start_output(ring);\n    wgmma_wait<1>();\n",
+        "groups",
+    ),
+    Fault(
+        "no fence of registers before S",
+        GROUPS_KERNEL,
+        "    pin(s);\n    wgmma_fence();\n",
+        "    pin(s);\n",
+        "groups",
+    ),
+    Fault(
+        "S is not committed",
+        GROUPS_MMA,
+        "k_tile + column_step<KeyTile>(k), k != 0);\n  }\n  wgmma_commit();\n",
+        "k_tile + column_step<KeyTile>(k), k != 0);\n  }\n",
+        "groups",
+    ),
+    Fault(
+        "S added to what was there",
+        GROUPS_MMA,
+        "column_step<KeyTile>(k), k != 0)",
+        "column_step<KeyTile>(k), true)",
+        "groups",
+    ),
+    Fault(
+        "another swizzle",
+        GROUPS_MMA,
+        "Tile::kSlabColumns == 64 ? 1 : 2",
+        "Tile::kSlabColumns == 64 ? 2 : 1",
+        "groups",
+    ),
+    Fault(
+        "another stride between eight rows",
+        GROUPS_MMA,
+        "8 * Tile::kPitch >> 4",
+        "16 * Tile::kPitch >> 4",
+        "groups",
+    ),
+    Fault(
+        "another stride between slabs",
+        GROUPS_MMA,
+        "Tile::kSlabBytes >> 4) << 16",
+        "Tile::kPitch >> 4) << 16",
+        "groups",
+    ),
+    Fault(
+        "steps of half the columns",
+        GROUPS_MMA,
+        "k % kSlabSteps * 16 * kElementBytes",
+        "k % kSlabSteps * 8 * kElementBytes",
+        "groups",
+    ),
+    Fault(
+        "steps of half the rows",
+        GROUPS_MMA,
+        "k * 16 * ValueTile::kPitch >> 4",
+        "k * 8 * ValueTile::kPitch >> 4",
+        "groups",
+    ),
+    Fault(
+        "both warpgroups the same rows",
+        GROUPS_KERNEL,
+        "self.index * kConsumerRows * QueryTile::kPitch",
+        "0",
+        "groups",
+    ),
+    Fault(
+        "nobody has the first turn",
+        GROUPS_KERNEL,
+        "if (self.index == kConsumers - 1) self.pass_turn();",
+        "",
+        "groups",
+    ),
+    Fault(
+        "turns are not passed on",
+        GROUPS_KERNEL,
+        "    start_output(before);\n    self.pass_turn();\n",
+        "    start_output(before);\n",
+        "groups",
+    ),
+    Fault(
+        "one turn for all",
+        GROUPS_KERNEL,
+        "barrier_sync(kTurnBarrier + index, 2 * kWarpgroupThreads)",
+        "barrier_sync(kTurnBarrier, 2 * kWarpgroupThreads)",
+        "groups",
+    ),
+    Fault(
+        "a skipped tile takes no turn",
+        GROUPS_KERNEL,
+        "      if (n > cta_begin) self.let_turn_pass();\n",
+        "",
+        "groups, causal",
+    ),
+    Fault(
+        "a skipped tile is not released",
+        GROUPS_KERNEL,
+        "  self.release(smem.v_empty(ring.stage));\n  ring.advance();\n}\n",
+        "  ring.advance();\n}\n",
+        "groups, causal",
+    ),
+    Fault(
+        "more registers than there are",
+        GROUPS_KERNEL,
+        "kConsumers == 2 ? 24 : 32",
+        "kConsumers == 2 ? 40 : 32",
+        "groups",
+    ),
+    Fault(
+        "registers not given back",
+        GROUPS_KERNEL,
+        "    release_registers<kProducerRegisters>();\n",
+        "",
+        "groups",
+    ),
+    Fault(
+        "no fence after rows of V are cleared",
+        GROUPS_KERNEL,
+        "  fence_proxy_async();  // the product reads what was cleared\n",
+        "",
+        "groups, packed",
+    ),
+    Fault(
+        "no barrier after rows of V are cleared",
+        GROUPS_KERNEL,
+        "  barrier_sync(kConsumersBarrier, kWarps * 32);\n",
+        "",
+        "groups, packed",
+    ),
+    Fault(
+        "a row of V behind the last key stays",
+        GROUPS_KERNEL,
+        "i = first * kChunks + thread;",
+        "i = (first + 1) * kChunks + thread;",
+        "groups, packed",
+    ),
 )
 
 
@@ -958,6 +1320,7 @@ def run_dense(probe: Probe, templates: Path | None) -> None:
         v,
         given.slopes,
         section=probe.section,
+        blocks=probe.blocks,
         workers=1,
         templates=templates,
     )

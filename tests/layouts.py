@@ -13,6 +13,9 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from rtflash import tensor_map
+from rtflash.tensor import View
+
 # 0x7fff is a NaN in fp16 and in bf16, and 0x7fff7fff one in fp32.
 NAN_BITS = 0x7FFF
 # Elements of NaN before and after a tensor, a multiple of 16 bytes; more than the 256 rows of 256 that a tile may hold.
@@ -125,6 +128,12 @@ def embed(values: NDArray, layout: str = "bshd") -> Embedded:
         view = as_strided(buffer[offset:], first.shape, [s * buffer.itemsize for s in strides])
         view[...] = first
     return Embedded(buffer, offset, shape, strides)
+
+
+def fits_tma(layout: str, shape: tuple[int, int, int, int]) -> bool:
+    """Whether TMA can copy from an input; an inner-strided one is copied first."""
+    strides = strides_of("bshd" if layout in COPIED else layout, shape)
+    return tensor_map.fits(View(0, shape, strides, "fp16", -1))
 
 
 def alignment(layout: str, shape: tuple[int, int, int, int]) -> int:

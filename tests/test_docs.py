@@ -28,8 +28,9 @@ def test_links_and_files_exist(page: Path) -> None:
 
 def test_every_file_of_the_host_is_told_of() -> None:
     text = EMULATION.read_text(encoding="utf-8")
-    for path in (ROOT / "templates" / "host").iterdir():
-        assert f"`{path.name}`" in text, path.name
+    host = ROOT / "templates" / "host"
+    for path in host.rglob("*.c*"):
+        assert f"`{path.relative_to(host).as_posix()}`" in text, path
 
 
 @pytest.mark.emulated

@@ -31,7 +31,7 @@ from layouts import decode, encode
 from schedule import check_traffic
 
 import rtflash
-from rtflash import cxx, device, emulate, render, select
+from rtflash import cxx, device, emulate, render, select, tiles
 from rtflash.problem import Problem, Tensors
 from rtflash.report import EmulationError, Report
 from rtflash.spec import Spec
@@ -39,8 +39,8 @@ from rtflash.spec import Spec
 pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("emulated_ahead")]
 
 CAUSAL_FEW = Call(4, 130, heads=4, heads_k=1, batch=1, causal=True)
-# One architecture for each of tiles.TILES.
-ARCHS = {"sm_90a": 227, "sm_80": 163, "sm_86": 99, "sm_75": 64}
+# One architecture for each limit of shared memory in the tables that all share, and Hopper with its own.
+ARCHS = {"sm_100a": 227, "sm_80": 163, "sm_86": 99, "sm_75": 64, "sm_90a": 227}
 
 
 def attend(call: Call, arch: str = "sm_90a", spec: Spec | None = None, **options: Any) -> Report:
@@ -273,12 +273,25 @@ ONE: dict[str, Any] = {"heads": 1, "heads_k": 1, "batch": 1}
 
 
 GROUP: dict[str, Any] = {"heads": 5, "heads_k": 1, "batch": 1}
-TABLES = {"tiles": select.TILES, "few": select.FEW, "some": select.SOME}
+TABLES = {"tiles": tiles.TILES, "few": tiles.FEW, "some": tiles.SOME}
+HOPPER = {"hopper": tiles.HOPPER}
+
+
+def tables(arch: str) -> dict[str, tiles.Table]:
+    """The tables to try as an architecture."""
+    return HOPPER if arch == "sm_90a" else TABLES
+
+
 # Lengths, heads and options of calls for each table.
 KINDS: dict[str, dict[str, tuple[tuple[int, int], dict[str, Any]]]] = {
     "tiles": {
         "full": ((130, 150), ONE),
         "even": ((256, 384), {"causal": True, **ONE}),
+        "narrow": ((130, 150), {"scale": -1.0, "window": (70, 3), **ONE}),
+    },
+    "hopper": {
+        "full": ((130, 150), ONE),
+        "even": ((384, 384), {"causal": True, **ONE}),
         "narrow": ((130, 150), {"scale": -1.0, "window": (70, 3), **ONE}),
     },
     "few": {
@@ -299,7 +312,7 @@ def table_calls() -> list[Any]:
     found = []
     for arch, limit in ARCHS.items():
         dtype = "fp16" if arch == "sm_75" else "bf16"
-        for name, table in TABLES.items():
+        for name, table in tables(arch).items():
             for row in table[limit * device.KIB]:
                 d, kinds = row.max_head_dim, KINDS[name]
                 calls = {
@@ -317,16 +330,16 @@ def table_calls() -> list[Any]:
 
 def test_every_tile_of_the_tables_is_among_the_calls() -> None:
     for arch, limit in ARCHS.items():
-        for name, table in TABLES.items():
+        for name, table in tables(arch).items():
             rows = table[limit * device.KIB]
             wanted = {tile for row in rows for tile in (row.tile, row.narrow or row.tile)}
             assert wanted == {
-                select.Tile(*(getattr(spec, field) for field in select.Tile._fields))
+                tiles.Tile(*(getattr(spec, field) for field in tiles.Tile._fields))
                 for case in table_calls()
                 if case.values[:2] == (arch, name)
                 for spec, _ in [select.forward(case.values[2].problem(), device.for_arch(arch))]
             }
-    assert {len(table) for table in TABLES.values()} == {len(ARCHS)}
+    assert {len(table) for table in TABLES.values()} == {len(ARCHS) - 1}
 
 
 @pytest.mark.parametrize(("arch", "table", "call"), table_calls())
@@ -338,7 +351,7 @@ def test_each_tile_has_no_conflict_and_the_least_traffic(arch: str, table: str, 
         # of different passes as one access.
         conflicts = {place: n for place, n in conflicts.items() if "copy.cuh" not in place}
     assert conflicts == {}
-    assert report.instructions["ldmatrix.x4"] > 0
+    assert report.instructions["wgmma.scores" if table == "hopper" else "ldmatrix.x4"] > 0
     check_traffic(report, call.problem())
 
 

@@ -13,14 +13,16 @@ from rtflash.spec import AnySpec, AppendSpec, CombineSpec, Spec
 
 TILE = {"head_dim": 64, "head_dim_v": 64, "block_m": 64, "block_n": 64, "warps": 4, "stages": 1}
 FORWARD = Spec("fp16", **TILE)
+HOPPER = Spec("fp16", 64, 64, 192, 128, 12, 2, isa=90)
 SPLIT = Spec("bf16", **TILE, split=True, ragged=True, paged=True, rotary="halves")
 KERNELS: dict[str, tuple[AnySpec, launch.Layout]] = {
     "forward": (FORWARD, launch.FORWARD),
     "split forward": (SPLIT, launch.FORWARD),
+    "forward by TMA": (HOPPER, launch.FORWARD_TMA),
     "combine": (CombineSpec("fp16"), launch.COMBINE),
     "append": (AppendSpec("fp16"), launch.APPEND),
 }
-SIZES = {"Q": 8, "q": 8, "i": 4, "f": 4}
+SIZES = {"M": 128, "Q": 8, "q": 8, "i": 4, "f": 4}
 # A declaration such as `const int* lse;` or `Strides q_strides;`.
 MEMBER = re.compile(r"^\s*(?:const )?(\w+)\*? (\w+);", re.MULTILINE)
 
@@ -28,7 +30,8 @@ MEMBER = re.compile(r"^\s*(?:const )?(\w+)\*? (\w+);", re.MULTILINE)
 def packed(layout: launch.Layout) -> list[tuple[str, int]]:
     """(field, offset) of every field as launch.py packs them."""
     parts = re.findall(r"(\d+)(\w)", layout.head.format + layout.rest.format)
-    codes = "".join(code * int(count) for count, code in parts)
+    # A tensor map is packed as so many bytes.
+    codes = "".join("M" if code == "s" else code * int(count) for count, code in parts)
     offset, found = 0, []
     for field, code in zip(layout.fields, codes, strict=True):
         found.append((field, offset))
@@ -79,14 +82,20 @@ def test_params_are_those_of_params_cuh(kernel: str, tmp_path: Path) -> None:
     assert size <= -(-launch.PARAMS_BYTES // 8) * 8
 
 
-LAYOUTS = [launch.FORWARD, launch.COMBINE, launch.APPEND]
+LAYOUTS = [launch.FORWARD, launch.FORWARD_TMA, launch.COMBINE, launch.APPEND]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fields_are_described_as_they_are_packed(layout: launch.Layout) -> None:
     described = layout.described()
     assert [(name, offset) for name, _, offset in described] == packed(layout)
-    assert {kind for _, kind, _ in described} <= {"pointer", "int32", "int64", "float32"}
+    assert {kind for _, kind, _ in described} <= {
+        launch.TENSOR_MAP,
+        "pointer",
+        "int32",
+        "int64",
+        "float32",
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

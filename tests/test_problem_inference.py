@@ -72,6 +72,7 @@ def test_varlen() -> None:
         softcap=0.0,
         alibi=False,
         align=16,
+        boxes=True,
         total_q=10,
         total_k=20,
         ragged=True,

@@ -103,7 +103,8 @@ def write(outcome: Outcome, folder: Path) -> None:
 def launch_record(spec: AnySpec) -> dict[str, Any]:
     """How a kernel is launched, for `launch.json`: grid, block, shared memory, and the fields of its one argument.
 
-    The grid is a formula of Params' fields and of the batch (packed rows to merge: batch 1).
+    A "tensor map" is a CUtensorMap, as rtflash/tensor_map.py encodes it. The grid is a formula of Params' fields and of
+    the batch (packed rows to merge: batch 1).
     """
     if isinstance(spec, Spec):
         rows, heads = (
@@ -111,6 +112,8 @@ def launch_record(spec: AnySpec) -> dict[str, Any]:
         )
         grid = f"ceil({rows} / {spec.block_m}) * batch * {heads} * splits"
         layout = launch.FORWARD
+        if spec.isa == 90:  # the CTAs stay, and share the tiles
+            grid, layout = f"min({grid}, multiprocessors)", launch.FORWARD_TMA
     elif isinstance(spec, AppendSpec):
         grid, layout = "batch * seqlen_new * heads", launch.APPEND
     else:

@@ -45,6 +45,7 @@ KERNEL_MODULES = (
     "render",
     "select",
     "spec",
+    "tensor_map",
     "tiles",
 )
 PACKAGES = ("torch", "cupy", "jax", "numpy")

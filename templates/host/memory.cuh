@@ -3,12 +3,29 @@
 
 #include <cstring>
 
+#include "order.cuh"
 #include "worker.cuh"
 
 namespace host {
 
 // What memory holds that nobody wrote: NaN in fp16, bf16 and fp32.
 constexpr int kPoison = 0xff;
+
+// The last read of a granule by a warp: a clock, whether other lanes have read it, too, a lane.
+constexpr int kReaderBits = 6;
+constexpr uint32 kReaders = 1u << kReaderBits;
+constexpr uint32 kSeveral = kWarpSize;
+
+// wgmma reads 16 bytes at least.
+constexpr int kChunkBytes = 16;
+constexpr int kChunkGranules = kChunkBytes / kGranule;
+
+constexpr const char* kRace = "race";
+constexpr const char* kUnwritten = "read of shared memory that nobody wrote";
+constexpr const char* kReadEarly = "read before a wait covers the copy";
+constexpr const char* kWrittenEarly = "write before a wait covers the copy";
+constexpr const char* kUnfenced = "no proxy fence after an ordinary write";
+constexpr const char* kMbarrierTouched = "an mbarrier's bytes touched otherwise";
 
 bool Worker::within_shared(uint32 address, int bytes, uint16 site) {
   const uint32 offset = address - kSharedBase;
@@ -23,52 +40,87 @@ bool Worker::within_shared(uint32 address, int bytes, uint16 site) {
   return true;
 }
 
-/// Whether a barrier lies between what `thread` did in its warp's epoch `then` and now: one of the
-/// CTA, or, for a lane of the running thread's warp, one of the warp.
-bool Worker::ordered(uint32 then, int thread) const {
-  const int warp = current / kWarpSize;
-  return then < (thread / kWarpSize == warp ? warps[warp].epoch : epoch);
+/// What is wrong with touching a granule after the write that it holds; null: nothing.
+const char* Worker::after_write(const Shadow& shadow, const Toucher& who, bool write) const {
+  if (shadow.write_clock <= block_start) return write ? nullptr : kUnwritten;
+  const char* early = write ? kWrittenEarly : kReadEarly;
+  if (shadow.writer & kInFlight) return early;
+  if (shadow.writer & kObject) return kMbarrierTouched;
+  if (shadow.writer & kByCopies) {
+    const int index = shadow.writer & kIndex;
+    if (who.row[copies_of(index)] >= shadow.write_clock) return nullptr;
+    return shadow.write_clock == mbarriers[index].clock ? early : kRace;
+  }
+  if (shadow.writer != who.thread && !ordered(who, shadow.writer, shadow.write_clock)) return kRace;
+  if (who.asynchronous && !fenced(who, shadow.writer, shadow.write_clock, &Thread::fences)) {
+    return kUnfenced;
+  }
+  return nullptr;
 }
 
-/// Adds the running thread, or its whole warp, to those who read.
-void Worker::note_reader(Shadow& shadow, bool whole_warp) const {
-  const auto reader = static_cast<uint16>(whole_warp ? current | kSeveral : current);
-  const int known = shadow.reader & kThread;
-  if (shadow.read_epoch >= epoch) {
-    // Another warp's earlier reads stay unordered with what a third one does.
-    if (shadow.reader & kWarps || known / kWarpSize != current / kWarpSize) {
-      shadow.reader |= kWarps;
-      return;
-    }
-    if (!ordered(shadow.read_epoch, known)) {
-      if (shadow.reader != reader) shadow.reader |= kSeveral;
-      return;
-    }
+bool Worker::check_after_write(uint32 granule, const Toucher& who, bool write, uint16 site) {
+  const Shadow& shadow = shadows[granule];
+  const char* what = after_write(shadow, who, write);
+  if (what == nullptr) return true;
+  const bool by_thread = what != kUnwritten && !(shadow.writer & (kObject | kByCopies));
+  find(what, site, what == kUnwritten ? -1 : shadow.write_site, kSharedBase + granule * kGranule,
+       by_thread ? shadow.writer & kIndex : -1, what == kRace);
+  return false;
+}
+
+/// Reports reads of a granule that a write by `who` collides with.
+void Worker::check_after_reads(uint32 granule, const Toucher& who, uint16 site) {
+  const int warp_count = static_cast<int>(warps.size());
+  const uint32 at = kSharedBase + granule * kGranule;
+  const uint32* last = reads.data() + granule * static_cast<std::size_t>(warp_count);
+  for (int warp = 0; warp < warp_count; ++warp) {
+    const uint32 then = last[warp] >> kReaderBits;
+    if (then <= base) continue;
+    const bool several = last[warp] & kSeveral;
+    const int reader = warp * kWarpSize + static_cast<int>(last[warp] % kWarpSize);
+    const bool after = several ? ordered_warp(who, warp, then)
+                               : reader == who.thread || ordered(who, reader, then);
+    if (!after) find(kRace, site, shadows[granule].read_site, at, several ? -1 : reader, true);
   }
-  shadow.read_epoch = warps[current / kWarpSize].epoch;
-  shadow.reader = reader;
+  if (products.empty()) return;
+  const std::size_t chunk = granule / kChunkGranules;
+  for (int warp = 0; warp < warp_count; ++warp) {
+    const uint32 then = products[chunk * warp_count + warp];
+    if (then <= base || then <= who.row[products_of(warp)]) continue;
+    if (warp == who.warp && then <= warps[warp].read_clock) continue;
+    find(kRace, site, shadows[granule].read_site, at, -1, true);
+  }
+}
+
+/// Adds the running thread, or its whole warp, to those who read: a clock, and the lane or that it
+/// is not the only one since.
+void Worker::note_reader(uint32 granule, bool whole_warp) {
+  const int warp = current / kWarpSize;
+  uint32& last = reads[granule * warps.size() + warp];
+  const uint32 then = last >> kReaderBits;
+  const auto lane = static_cast<uint32>(current % kWarpSize);
+  bool several = whole_warp;
+  if (then > warps[warp].base && last % kReaders != lane) {
+    several |=
+        last & kSeveral || !ordered(running_thread(), warp * kWarpSize + last % kWarpSize, then);
+  }
+  last = std::max(threads[current].clock, several ? then : 0) << kReaderBits |
+         (several ? kSeveral : 0) | lane;
 }
 
 /// `whole_warp`: the lanes of the warp read together.
-void Worker::read_shared(uint32 address, int bytes, uint16 site, bool whole_warp, void* value) {
+void Worker::read_shared(uint32 address, int bytes, uint16 site, bool together, void* value) {
   if (!within_shared(address, bytes, site)) {
     std::memset(value, kPoison, bytes);
     return;
   }
   const uint32 offset = address - kSharedBase;
+  Toucher who = running_thread();
+  if (together) who.thread = -1;
   for (uint32 i = offset / kGranule; i < (offset + bytes) / kGranule; ++i) {
-    Shadow& shadow = shadows[i];
-    const uint32 at = kSharedBase + i * kGranule;
-    const int writer = shadow.writer & ~kInFlight;
-    if (shadow.write_epoch < block_epoch) {
-      find("read of shared memory that nobody wrote", site, -1, at, -1, false);
-    } else if (shadow.writer & kInFlight) {
-      find("read before a wait covers the copy", site, shadow.write_site, at, writer, false);
-    } else if ((whole_warp || writer != current) && !ordered(shadow.write_epoch, writer)) {
-      find("race", site, shadow.write_site, at, writer, true);
-    }
-    note_reader(shadow, whole_warp);
-    shadow.read_site = site;
+    check_after_write(i, who, false, site);
+    note_reader(i, together);
+    shadows[i].read_site = site;
   }
   std::memcpy(value, shared.data() + offset, bytes);
 }
@@ -76,24 +128,14 @@ void Worker::read_shared(uint32 address, int bytes, uint16 site, bool whole_warp
 /// Notes that the running thread writes; `in_flight`: by a copy that arrives later.
 void Worker::write_shared(uint32 address, int bytes, uint16 site, bool in_flight) {
   const uint32 offset = address - kSharedBase;
+  const Toucher who = running_thread();
   for (uint32 i = offset / kGranule; i < (offset + bytes) / kGranule; ++i) {
-    Shadow& shadow = shadows[i];
-    const uint32 at = kSharedBase + i * kGranule;
-    const int writer = shadow.writer & ~kInFlight;
-    if (shadow.write_epoch >= block_epoch && shadow.writer & kInFlight) {
-      find("write before a wait covers the copy", site, shadow.write_site, at, writer, false);
-    } else if (writer != current && !ordered(shadow.write_epoch, writer)) {
-      find("race", site, shadow.write_site, at, writer, true);
-    }
-    const int reader = shadow.reader & kThread;
-    const bool after =
-        shadow.reader & kWarps ? shadow.read_epoch < epoch : ordered(shadow.read_epoch, reader);
-    if (shadow.reader != current && !after) {
-      find("race", site, shadow.read_site, at, reader == shadow.reader ? reader : -1, true);
-    }
-    shadow.write_epoch = warps[current / kWarpSize].epoch;
-    shadow.writer = static_cast<uint16>(current | (in_flight ? kInFlight : 0));
-    shadow.write_site = site;
+    check_after_write(i, who, true, site);
+    check_after_reads(i, who, site);
+    if (shadows[i].writer & kObject && shadows[i].write_clock > block_start) continue;
+    shadows[i].write_clock = threads[current].clock;
+    shadows[i].writer = static_cast<uint16>(current | (in_flight ? kInFlight : 0));
+    shadows[i].write_site = site;
   }
 }
 
@@ -144,7 +186,7 @@ void Worker::land_copies(int pending) {
     const uint32 offset = copy.address - kSharedBase;
     std::memcpy(shared.data() + offset, copy.data, copy.bytes);
     for (uint32 i = offset / kGranule; i < (offset + copy.bytes) / kGranule; ++i) {
-      shadows[i].write_epoch = warps[current / kWarpSize].epoch;
+      shadows[i].write_clock = threads[current].clock;
       shadows[i].writer = static_cast<uint16>(current);
       shadows[i].write_site = copy.site;
     }

@@ -6,6 +6,7 @@ namespace host {
 
 using uint16 = unsigned short;
 using uint32 = unsigned int;
+using int64 = long long;
 using uint64 = unsigned long long;
 
 /// Of a byte of a tensor.
@@ -32,6 +33,16 @@ struct Buffer {
   Access access;
   uint64 bytes_read;
   uint64 bytes_written;
+};
+
+/// A (column, head, row, batch) tensor of 16-bit elements, and the box of it that one TMA copies:
+/// what lies in a kernel's tensor map, where a GPU's driver has a format of its own.
+struct TiledTensor {
+  uint64 address;
+  uint64 strides[3];  // bytes; of head, row, batch
+  uint32 dims[4];
+  uint32 box[4];
+  uint32 swizzle;  // 0: none; 1: of 64 bytes; 2: of 128
 };
 
 /// How often an instruction of a template line ran.

@@ -6,9 +6,13 @@
 #include <thread>
 
 #include "counts.cuh"
+#include "mbarrier.cuh"
 #include "memory.cuh"
+#include "order.cuh"
 #include "scheduler.cuh"
 #include "warp.cuh"
+#include "warpgroup.cuh"
+#include "wgmma.cuh"
 
 // What kernels declare as `extern __shared__`: addresses to hand to shared_address(), no memory.
 constexpr std::size_t kLargestPage = 1 << 16;
@@ -93,6 +97,40 @@ void commit_copies(Site site) {
 void wait_copies(int pending, Site site) {
   worker->count("cp.async.wait_group", site);
   worker->land_copies(pending);
+}
+
+void mbarrier_init(uint32 address, int count, Site site) {
+  worker->make_mbarrier(address, count, worker->count("mbarrier.init", site));
+}
+
+void mbarrier_arrive(const char* instruction, uint32 address, int bytes, Site site) {
+  const uint16 index = worker->count(instruction, site);
+  const int mbarrier = worker->mbarrier_at(address, index);
+  if (mbarrier >= 0) worker->arrive(mbarrier, bytes, index);
+}
+
+void mbarrier_arrive_copies(uint32 address, Site site) {
+  const uint16 index = worker->count("cp.async.mbarrier.arrive", site);
+  const int mbarrier = worker->mbarrier_at(address, index);
+  if (mbarrier >= 0) worker->arrive_copies(mbarrier);
+}
+
+void mbarrier_wait(uint32 address, int parity, Site site) {
+  const uint16 index = worker->count("mbarrier.try_wait", site);
+  const int mbarrier = worker->mbarrier_at(address, index);
+  if (mbarrier >= 0) worker->wait_mbarrier(mbarrier, parity, index);
+}
+
+void fence_proxy(const char* instruction, bool init, Site site) {
+  worker->count(instruction, site);
+  worker->fence(init);
+}
+
+void load_tensor(uint32 address, const void* map, uint32 barrier, const int (&at)[4], Site site) {
+  const uint16 index = worker->count("cp.async.bulk.tensor", site);
+  const int mbarrier = worker->mbarrier_at(barrier, index);
+  if (mbarrier < 0) return;
+  worker->load_tensor(address, *static_cast<const TiledTensor*>(map), mbarrier, at, index);
 }
 
 void launch(Launch& launch, void (*kernel)(const void*)) {

@@ -63,6 +63,18 @@ void copy_async(const char* instruction, uint32 address, int bytes, const void* 
 void commit_copies(Site site);
 void wait_copies(int pending, Site site);
 
+/// mbarriers, by their addresses.
+void mbarrier_init(uint32 address, int count, Site site);
+void mbarrier_arrive(const char* instruction, uint32 address, int bytes, Site site);
+void mbarrier_arrive_copies(uint32 address, Site site);
+void mbarrier_wait(uint32 address, int parity, Site site);
+
+/// What the thread did until now is known to the asynchronous proxy; `init`: its mbarriers only.
+void fence_proxy(const char* instruction, bool init, Site site);
+
+/// TMA: the box at (column, head, row, batch), when the mbarrier's phase is waited for.
+void load_tensor(uint32 address, const void* map, uint32 barrier, const int (&at)[4], Site site);
+
 float exp2_approx(float x);
 float log2_approx(float x);
 float reciprocal_approx(float x);
@@ -108,5 +120,38 @@ struct Multiply {
 void mma_m16n8k8_fp16(const Meeting& meeting);
 void mma_m16n8k16_fp16(const Meeting& meeting);
 void mma_m16n8k16_bf16(const Meeting& meeting);
+
+struct RegisterCount {
+  int count;
+  bool claim;
+};
+void set_registers(const Meeting& meeting);
+
+struct NamedBarrierArrival {
+  int id;
+  int threads;
+  bool wait;
+};
+void come_to_barrier(const Meeting& meeting);
+
+/// A warp's part of d = a b or d += a b of a warpgroup, 64 x 16 and 16 x (8 tiles). Descriptors say
+/// where a, [row][k], and b lie: [column][k], or, with a in registers, [k][column].
+struct GroupMultiply {
+  float* d;  // [tiles][4]
+  int tiles;
+  const uint32* a_registers;  // [4], or null
+  uint64 a;
+  uint64 b;
+  bool add;
+  bool bf16;
+};
+void fence_registers(const Meeting& meeting);
+void multiply_group(const Meeting& meeting);
+void commit_group(const Meeting& meeting);
+
+struct GroupWait {
+  int pending;
+};
+void wait_groups(const Meeting& meeting);
 
 }  // namespace host

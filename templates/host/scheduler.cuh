@@ -10,7 +10,10 @@
 #include <cstring>
 
 #include "counts.cuh"
+#include "mbarrier.cuh"
 #include "memory.cuh"
+#include "order.cuh"
+#include "wgmma.cuh"
 
 namespace host {
 
@@ -42,6 +45,10 @@ Worker::Worker(const Launch& given, void (*given_kernel)(const void*))
       warps(given.threads / kWarpSize),
       shared(given.shared_bytes),
       shadows(given.shared_bytes / kGranule + 1),
+      reads(shadows.size() * warps.size()),
+      row_size(static_cast<int>(threads.size() + warps.size()) + kMaxMbarriers),
+      rows(threads.size() * row_size),
+      issues((warps.size() + kWarpgroup - 1) / kWarpgroup),
       buffers(given.buffers, given.buffers + given.buffer_count),
       count_slots(4 * kMaxSites) {
   for (Buffer& buffer : buffers) buffer.bytes_read = buffer.bytes_written = 0;
@@ -70,23 +77,39 @@ void Worker::run_block(int index) {
   arrived = 0;
   random = (launch.seed + 1) * 0x9e3779b97f4a7c15ull + (index + 1) * 0xd1b54a32d192ed03ull;
   random |= 1;
-  order_block();
-  block_epoch = epoch;
+  start_clocks();
   std::memset(shared.data(), kPoison, shared.size());
-  for (Warp& warp : warps) {
-    warp.waiting = warp.at_barrier = warp.ended = 0;
-    warp.turn = draw(kWarpSize);
-  }
+  for (Warp& warp : warps) reset_warp(warp);
+  for (NamedBarrier& barrier : named) barrier.threads = 0;
+  for (std::vector<Issue>& each : issues) each.clear();
+  give_registers();
   for (std::size_t i = 0; i < threads.size(); ++i) {
     threads[i].copies.clear();
     threads[i].commits = 0;
+    threads[i].fences.clear();
+    threads[i].init_fences.clear();
     const std::size_t colour = i % kStackColours * kStackColour;
     make_context(threads[i].context, stacks + (i + 1) * kStackBytes - colour, kStackBytes - colour,
                  run_thread);
   }
   current = draw(launch.threads);
   switch_context(scheduler, threads[current].context);
+  if (!stopped) end_block();
   for (Warp& warp : warps) count_groups(warp);
+}
+
+void Worker::reset_warp(Warp& warp) {
+  warp.waiting = warp.at_barrier = warp.held = warp.ended = 0;
+  warp.turn = draw(kWarpSize);
+  warp.diverged = false;
+  warp.stale = true;
+  warp.products.clear();
+  warp.accumulators.clear();
+  warp.product_commits = 0;
+  warp.product_count = 0;
+  warp.registers_fenced = false;
+  warp.wanted = 0;
+  warp.registers_set = false;
 }
 
 /// Lets another thread run; returns when this one's turn comes.
@@ -119,13 +142,14 @@ int Worker::pick_lane(int warp) const {
 int Worker::next_thread() {
   const int own = current / kWarpSize;
   if (warps[own].ready() != 0) return pick_lane(own);
-  if (warps[own].waiting != 0) {
+  if (warps[own].waiting != 0 && warps[own].held == 0) {
     const Meeting& meeting = warps[own].meeting;
     const bool at_barrier = warps[own].at_barrier != 0;
     find(
         at_barrier ? "lanes of the warp wait at a barrier instead" : "lanes of the warp have ended",
         site_index(meeting.instruction, meeting.site),
         at_barrier ? site_index(kBarrier, warps[own].barrier) : -1, 0, -1, false);
+    stopped = true;
     return -1;
   }
   const int warp_count = static_cast<int>(warps.size());
@@ -134,13 +158,53 @@ int Worker::next_thread() {
     const int warp = (first + i) % warp_count;
     if (warps[warp].ready() != 0) return pick_lane(warp);
   }
+  report_waiting();
+  return -1;
+}
+
+/// What to say of a thread that is held for ever.
+const char* Worker::waits_for(const Thread& thread, const Warp& warp) const {
+  if (thread.held_by != kAtMbarrier) return thread.held_by;
+  for (const Mbarrier& each : mbarriers) {
+    if (each.address == thread.held_address && each.missing == 0) {
+      return "waits for other bytes than an mbarrier expects";
+    }
+  }
+  return warp.held == ~warp.ended ? kAtMbarrier
+                                  : "waits for ever at an mbarrier that lanes of the warp passed";
+}
+
+/// Nobody can run: reports who waits for what.
+void Worker::report_waiting() {
+  bool held = false;
+  for (std::size_t i = 0; i < threads.size(); ++i) {
+    if (!(warps[i / kWarpSize].held >> i % kWarpSize & 1)) continue;
+    held = stopped = true;
+    current = static_cast<int>(i);
+    const Thread& thread = threads[i];
+    find(waits_for(thread, warps[i / kWarpSize]), thread.held_at, -1, thread.held_address, -1,
+         false);
+  }
   for (const Warp& warp : warps) {
     if (warp.at_barrier == 0) continue;
-    find("threads of the block end without the barrier", site_index(kBarrier, warp.barrier), -1, 0,
-         -1, false);
+    find(held ? "waits for ever at the barrier of the block"
+              : "threads of the block end without the barrier",
+         site_index(kBarrier, warp.barrier), -1, 0, -1, false);
+    stopped = true;
     break;
   }
-  return -1;
+}
+
+/// A thread goes on no sooner than its bit in Warp::held is cleared.
+void Worker::hold(int thread, const char* why, uint16 site, uint64 address) {
+  warps[thread / kWarpSize].held |= 1u << thread % kWarpSize;
+  threads[thread].held_by = why;
+  threads[thread].held_at = site;
+  threads[thread].held_address = address;
+}
+
+void Worker::hold_warp(int warp, const char* why, uint16 site, uint64 address) {
+  for (int lane = 0; lane < kWarpSize; ++lane) hold(warp * kWarpSize + lane, why, site, address);
 }
 
 void Worker::meet(const char* instruction, void (*compute)(const Meeting&), void* operands,
@@ -172,10 +236,18 @@ void Worker::meet(const char* instruction, void (*compute)(const Meeting&), void
   compute(meeting);
   warp.waiting = 0;
   warp.turn = draw(kWarpSize);
-  if (draw(kWarpTurn) == 0) {
-    const int other = draw(static_cast<uint32>(warps.size()));
-    if (warps[other].ready() != 0) hand_over(pick_lane(other));
+  if (warp.held != 0) {
+    leave();
+  } else {
+    take_turns();
   }
+}
+
+/// Now and then another warp goes on.
+void Worker::take_turns() {
+  if (draw(kWarpTurn) != 0) return;
+  const int other = draw(static_cast<uint32>(warps.size()));
+  if (warps[other].ready() != 0) hand_over(pick_lane(other));
 }
 
 void Worker::barrier(Site site) {
@@ -196,13 +268,34 @@ void Worker::barrier(Site site) {
   hand_over(pick_lane(draw(static_cast<uint32>(warps.size()))));
 }
 
-/// What the warp's lanes do from now on is ordered after what they did.
-void Worker::order_warp(int warp) { warps[warp].epoch = ++barriers; }
-
-/// What the block's threads do from now on is ordered after what they did.
-void Worker::order_block() {
-  epoch = ++barriers;
-  for (Warp& warp : warps) warp.epoch = epoch;
+/// The block is over: what must not be left.
+void Worker::end_block() {
+  for (int index = 0; index < static_cast<int>(warps.size()); ++index) {
+    const Warp& warp = warps[index];
+    current = index * kWarpSize;
+    for (const Product& product : warp.products) {
+      find(product.group < warp.product_commits ? "wgmma that nobody waits for"
+                                                : "wgmma that nobody commits",
+           product.site, -1, 0, -1, false);
+    }
+    const std::vector<Issue>& all = issues[index / kWarpgroup];
+    if (warp.product_count < all.size()) {
+      find(kOtherProduct, all[warp.product_count].site, -1, 0, -1, false);
+    }
+    const Warp& first = warps[index / kWarpgroup * kWarpgroup];
+    if (warp.registers != first.registers) {
+      const uint16 site = warp.registers_set ? warp.registers_site : first.registers_site;
+      find("not all warps of a warpgroup", site, -1, 0, -1, false);
+    }
+  }
+  for (const Mbarrier& each : mbarriers) {
+    for (const BulkCopy& copy : each.bulk_copies) {
+      find("copy that nobody waits for", copy.site, -1, copy.address, -1, false);
+    }
+    for (const Copy& copy : each.copies) {
+      find("copy that nobody waits for", copy.site, -1, copy.address, -1, false);
+    }
+  }
 }
 
 void Worker::end_thread() {

@@ -1,0 +1,291 @@
+// Attention forward for Hopper: one warpgroup loads by TMA, the others multiply by wgmma, 64 query
+// rows each. The CTAs stay and share the query tiles.
+//
+//   S = Q K^T;  P = softmax(S * scale);  O = P V
+//
+// The softmax of a key tile runs while O += P V of the tile before is computed, and while the other
+// warpgroups multiply: they take turns to start their products. Tiles flow from right to left, so
+// that those which masks cut come first. (FlashAttention-3: Shah et al., 2024.)
+#include "block.cuh"
+#include "mask.cuh"
+#include "score.cuh"
+#include "sm90/epilogue.cuh"
+#include "sm90/mma.cuh"
+#include "sm90/pipeline.cuh"
+
+// Registers of a thread that loads and of one that multiplies: 64 Ki in all.
+constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 24 : 32;
+constexpr int kConsumerRegisters = kConsumers == 1 ? 256 : kConsumers == 2 ? 240 : 160;
+
+constexpr int kConsumerRows = 64;  // of a warpgroup
+
+// Named barriers: 1 + c is warpgroup c's turn to multiply.
+constexpr int kTurnBarrier = 1;
+constexpr int kConsumersBarrier = kTurnBarrier + kConsumers;
+
+/// What a consumer warpgroup knows of its place.
+struct Consumer {
+  int index;   // of the warpgroup among the consumers
+  int thread;  // among the consumers' threads
+  int lane;
+
+  __device__ __forceinline__ explicit Consumer(int warpgroup)
+      : index(warpgroup - 1), thread(thread_index() - kWarpgroupThreads), lane(thread % 32) {}
+
+  /// Takes and passes a turn without use.
+  __device__ __forceinline__ void let_turn_pass() const {
+    await_turn();
+    pass_turn();
+  }
+
+  /// Tells the producer that the warp has read a buffer.
+  __device__ __forceinline__ void release(uint32 empty) const {
+    barrier_warp();  // all lanes have: one that still waits would miss the phase
+    if (lane == 0) mbarrier_arrive(empty);
+  }
+
+  /// Waits for the warpgroup's turn.
+  __device__ __forceinline__ void await_turn() const {
+    if constexpr (kConsumers > 1) barrier_sync(kTurnBarrier + index, 2 * kWarpgroupThreads);
+  }
+
+  /// Passes the turn on to the next warpgroup.
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (kConsumers > 1) {
+      const int next = index + 1 == kConsumers ? 0 : index + 1;
+      barrier_arrive(kTurnBarrier + next, 2 * kWarpgroupThreads);
+    }
+  }
+};
+
+/// Clears the rows of V behind a sequence's last key, if they are part of key tile n and the tensor
+/// goes on there: P is 0 in them, but 0 times a stray NaN is NaN. TMA has cleared what lies behind
+/// the tensor. All consumers do it together, as soon as the tile is there.
+__device__ __forceinline__ void clear_values_behind(const Params& params, const Block& block, int n,
+                                                    uint32 v_tile_smem, int thread) {
+  const int first = block.seqlen_k - n * kBlockN;
+  if (kEvenN || first >= kBlockN || block.k_begin + block.seqlen_k >= params.k_rows) return;
+  constexpr int kChunks = ValueTile::kSlabs * ValueTile::kSlabChunks;
+  const uint32 zero[4] = {};
+  for (int i = first * kChunks + thread; i < kBlockN * kChunks; i += kWarps * 32) {
+    const int row = i / kChunks;
+    const int slab = i % kChunks / ValueTile::kSlabChunks;
+    store_shared_16(v_tile_smem + ValueTile::offset(slab, row, i % ValueTile::kSlabChunks), zero);
+  }
+  fence_proxy_async();  // the product reads what was cleared
+  // No warpgroup multiplies before every thread has cleared its part.
+  barrier_sync(kConsumersBarrier, kWarps * 32);
+}
+
+/// S to probabilities: scale, cap, bias, mask (where kMayCut), exponential. Returns whether O must
+/// be rescaled, by `factor`.
+template <bool kMayCut>
+__device__ __forceinline__ bool to_probabilities(ScoreTile& s, int n, const Score& score,
+                                                 const Mask& mask, OnlineSoftmax& softmax,
+                                                 float (&factor)[kRows]) {
+  score.apply(s, n);
+  if constexpr (kMayCut) {
+    if (mask.cuts(n)) mask.apply(s, n);
+  }
+  const bool outgrown = softmax.grow(s, factor);
+  softmax.exponentiate(s);
+  return outgrown;
+}
+
+/// P as operand A.
+__device__ __forceinline__ void pack_probabilities(ProbabilityFragment& p, const ScoreTile& s) {
+#pragma unroll
+  for (int k = 0; k < kBlockN / 16; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      p[k][i] = pack_elements(s[0][2 * k + i / 2][i % 2 * 2], s[0][2 * k + i / 2][i % 2 * 2 + 1]);
+    }
+  }
+}
+
+/// Lets tile n of K and V pass that others need.
+__device__ __forceinline__ void skip_tile(const Params& params, const Block& block,
+                                          const SharedMemory& smem, const Consumer& self,
+                                          RingPlace<kStages>& ring, int n) {
+  // A buffer may be released once it is full: earlier, the release could count for the round
+  // before.
+  mbarrier_wait(smem.k_full(ring.stage), ring.round);
+  self.release(smem.k_empty(ring.stage));
+  mbarrier_wait(smem.v_full(ring.stage), ring.round);
+  clear_values_behind(params, block, n, smem.v + ring.stage * ValueTile::kBytes, self.thread);
+  self.release(smem.v_empty(ring.stage));
+  ring.advance();
+}
+
+/// A warpgroup's work on one tile of query rows: O += P V of each key tile runs beside S = Q K^T of
+/// the next and the softmax of it.
+struct TileWork {
+  const SharedMemory& smem;
+  const Consumer& self;
+  RingPlace<kStages>& ring;  // K's place; V's is one behind
+  uint64 q_tile;             // descriptors; k, v: of the first stage
+  uint64 k_tiles;
+  uint64 v_tiles;
+  const Mask& mask;
+  const Score& score;
+  OnlineSoftmax& softmax;
+  OutputTile& o;
+  ProbabilityFragment p;
+  float factor[kRows];
+
+  /// Starts S = Q K^T of the tile at hand.
+  __device__ __forceinline__ void start_scores(ScoreTile& s) const {
+    pin(s);
+    wgmma_fence();
+    multiply_query_key_async(s, q_tile, k_tiles + (ring.stage * KeyTile::kBytes >> 4));
+  }
+
+  /// Starts O += P V of a tile, which is there when it returns.
+  __device__ __forceinline__ void start_output(const RingPlace<kStages>& place) const {
+    mbarrier_wait(smem.v_full(place.stage), place.round);
+    pin(o);
+    wgmma_fence();
+    multiply_probability_value_async(o, p, v_tiles + (place.stage * ValueTile::kBytes >> 4));
+  }
+
+  /// The first key tile: no product runs beside it, and O is 0 still.
+  __device__ __forceinline__ void first(int n) {
+    ScoreTile s;
+    mbarrier_wait(smem.k_full(ring.stage), ring.round);
+    start_scores(s);
+    wgmma_wait<0>();
+    pin(s);
+    self.release(smem.k_empty(ring.stage));
+    to_probabilities<true>(s, n, score, mask, softmax, factor);
+    pack_probabilities(p, s);
+  }
+
+  /// Key tile n, and O += P V of the one before.
+  template <bool kMayCut>
+  __device__ __forceinline__ void next(int n) {
+    const RingPlace<kStages> before = ring;
+    ring.advance();
+    ScoreTile s;
+    mbarrier_wait(smem.k_full(ring.stage), ring.round);
+    self.await_turn();
+    start_scores(s);
+    start_output(before);
+    self.pass_turn();
+    wgmma_wait<1>();
+    pin(s);
+    self.release(smem.k_empty(ring.stage));
+    const bool outgrown = to_probabilities<kMayCut>(s, n, score, mask, softmax, factor);
+    wgmma_wait<0>();
+    pin(o);
+    self.release(smem.v_empty(before.stage));
+    pack_probabilities(p, s);  // not before: the product reads P
+    if (outgrown) softmax.rescale_by(factor, o);
+  }
+
+  /// O += P V of the last key tile.
+  __device__ __forceinline__ void finish() {
+    start_output(ring);
+    wgmma_wait<0>();
+    pin(o);
+    self.release(smem.v_empty(ring.stage));
+    ring.advance();
+  }
+};
+
+/// The work of a consumer warpgroup.
+__device__ __forceinline__ void consume(const Params& params, const SharedMemory& smem,
+                                        const Consumer& self) {
+  const uint64 q_rows =
+      tile_descriptor<QueryTile>(smem.q + self.index * kConsumerRows * QueryTile::kPitch);
+  RingPlace<kQueryStages> q;
+  RingPlace<kPlaces> place;
+  RingPlace<kStages> ring;
+  if (self.index == kConsumers - 1) self.pass_turn();  // the first turn is warpgroup 0's
+
+  while (true) {
+    mbarrier_wait(smem.q_full(q.stage), q.round);
+    const uint32 place_smem = smem.places + place.stage * kPlaceBytes;
+    const Block block = load_block(place_smem);
+    if (warp_uniform(block.batch) == kNoBatch) break;
+    const int row_begin = block.m_begin + self.index * kConsumerRows;
+    // The key tiles of the CTA, and those of them that this warpgroup needs. (Branches between
+    // products must be such that the compiler knows them to be the same for the warp.)
+    const KeyTiles seen = tiles_seen(params, block, row_begin, row_begin + kConsumerRows);
+    const int cta_begin = warp_uniform(block.n_begin);
+    const int cta_last = warp_uniform(block.n_end) - 1;
+    const int n_begin = warp_uniform(max(seen.begin, block.n_begin));
+    const int n_end = warp_uniform(min(seen.end, block.n_end));
+    const bool idle = row_position(params, row_begin) >= block.seqlen_q || n_begin >= n_end;
+    const int n_last = warp_uniform(idle ? cta_begin : n_end) - 1;
+
+    const int first_row = row_begin + self.thread % kWarpgroupThreads / 32 * 16 + self.lane / 4;
+    const int first_column = self.lane % 4 * 2;
+    Mask mask(params, block, row_begin, row_begin + kConsumerRows, first_row, first_column);
+    mask.cut_right = warp_uniform(mask.cut_right);
+    mask.cut_left = warp_uniform(mask.cut_left);
+    const Score score(params, block, first_row, first_column);
+    OnlineSoftmax softmax(score.exponent_scale());
+    OutputTile o = {};
+#pragma unroll 1
+    for (int n = cta_last; n > n_last; --n) {
+      skip_tile(params, block, smem, self, ring, n);
+      if (n > cta_begin) self.let_turn_pass();
+    }
+    if (n_begin <= n_last) {
+      TileWork work{smem,
+                    self,
+                    ring,
+                    q_rows + (q.stage * QueryTile::kBytes >> 4),
+                    tile_descriptor<KeyTile>(smem.k),
+                    tile_descriptor<ValueTile>(smem.v),
+                    mask,
+                    score,
+                    softmax,
+                    o};
+      work.first(n_last);
+      mbarrier_wait(smem.v_full(ring.stage), ring.round);
+      clear_values_behind(params, block, n_last, smem.v + ring.stage * ValueTile::kBytes,
+                          self.thread);
+      int n = n_last - 1;
+      // Two loops where the masks cut the first tiles only.
+      if constexpr (kMask != MaskKind::full) {
+#pragma unroll 1
+        for (; n >= n_begin && (kMask == MaskKind::window || mask.cuts(n)); --n) {
+          work.next<true>(n);
+        }
+      }
+      if constexpr (kMask != MaskKind::window) {
+#pragma unroll 1
+        for (; n >= n_begin; --n) work.next<false>(n);
+      }
+      self.release(smem.q_empty(q.stage));
+      work.finish();
+    } else {
+      self.release(smem.q_empty(q.stage));
+    }
+#pragma unroll 1
+    for (int n = min(n_begin, n_last + 1) - 1; n >= cta_begin; --n) {
+      skip_tile(params, block, smem, self, ring, n);
+      self.let_turn_pass();
+    }
+    store_rows(params, load_block(place_smem), softmax, o, self.thread);
+    q.advance();
+    place.advance();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    KERNEL_NAME(const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) unsigned char shared_smem[];
+  const SharedMemory smem(shared_address(shared_smem));
+  const int warpgroup = warp_uniform(thread_index() / kWarpgroupThreads);
+  if (thread_index() == 0) smem.init_barriers();
+  barrier_cta();  // the barriers are there
+  if (warpgroup == 0) {
+    release_registers<kProducerRegisters>();
+    if (thread_index() == 0) Producer(params, smem).run();
+  } else {
+    claim_registers<kConsumerRegisters>();
+    consume(params, smem, Consumer(warpgroup));
+  }
+}

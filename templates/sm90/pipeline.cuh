@@ -1,0 +1,186 @@
+// Shared memory, its barriers, and the producer that fills it.
+//
+// Q has a ring of kQueryStages buffers, K and V of kStages each. A buffer has two mbarriers:
+// `full`, which the producer's copies complete, and `empty`, at which each consumer warp arrives
+// when it has read it. With Q comes the place of its tile, so that only the producer looks for
+// work.
+#pragma once
+
+#include "../sm80/copy.cuh"
+#include "ptx.cuh"
+
+constexpr uint32 kTileAlignment = 1024;  // of the widest swizzle pattern
+constexpr int kMbarrierBytes = 8;
+
+// A consumer reads a place until it has stored the tile, and by then has released Q: the producer
+// may be kQueryStages tiles ahead of the tile that follows.
+constexpr int kPlaces = kQueryStages + 1;
+constexpr int kPlaceBytes = 64;
+
+/// A place in a ring of kSize buffers, and how often the ring has been gone round, modulo 2.
+template <int kSize>
+struct RingPlace {
+  int stage = 0;
+  int round = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kSize) {
+      stage = 0;
+      round ^= 1;
+    }
+  }
+};
+
+/// Addresses in shared memory.
+struct SharedMemory {
+  uint32 q;  // kQueryStages tiles
+  uint32 k;  // kStages tiles
+  uint32 v;
+  uint32 places;    // kPlaces
+  uint32 barriers;  // full and empty of each buffer of q, k, v
+
+  __device__ __forceinline__ explicit SharedMemory(uint32 start)
+      : q((start + kTileAlignment - 1) / kTileAlignment * kTileAlignment),
+        k(q + kQueryStages * QueryTile::kBytes),
+        v(k + kStages * KeyTile::kBytes),
+        places(v + kStages * ValueTile::kBytes),
+        barriers(places + kPlaces * kPlaceBytes) {}
+
+  __device__ __forceinline__ uint32 full(int buffer) const {
+    return barriers + 2 * buffer * kMbarrierBytes;
+  }
+  __device__ __forceinline__ uint32 empty(int buffer) const {
+    return full(buffer) + kMbarrierBytes;
+  }
+  __device__ __forceinline__ uint32 q_full(int stage) const { return full(stage); }
+  __device__ __forceinline__ uint32 q_empty(int stage) const { return empty(stage); }
+  __device__ __forceinline__ uint32 k_full(int stage) const { return full(kQueryStages + stage); }
+  __device__ __forceinline__ uint32 k_empty(int stage) const { return empty(kQueryStages + stage); }
+  __device__ __forceinline__ uint32 v_full(int stage) const {
+    return full(kQueryStages + kStages + stage);
+  }
+  __device__ __forceinline__ uint32 v_empty(int stage) const {
+    return empty(kQueryStages + kStages + stage);
+  }
+
+  /// Makes the barriers. One thread; the others must not use them before a barrier of the CTA.
+  __device__ __forceinline__ void init_barriers() const {
+#pragma unroll
+    for (int i = 0; i < kQueryStages + 2 * kStages; ++i) {
+      mbarrier_init(full(i), 1);        // the producer
+      mbarrier_init(empty(i), kWarps);  // the consumers
+    }
+    fence_mbarrier_init();
+  }
+};
+
+/// A Block as it lies in shared memory.
+struct BlockWords {
+  uint32 words[4][4];
+};
+static_assert(sizeof(Block) == kPlaceBytes && sizeof(BlockWords) == kPlaceBytes, "bit for bit");
+
+__device__ __forceinline__ void store_block(uint32 place_smem, const Block& block) {
+  const BlockWords words = __builtin_bit_cast(BlockWords, block);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) store_shared_16(place_smem + 16 * i, words.words[i]);
+}
+
+__device__ __forceinline__ Block load_block(uint32 place_smem) {
+  BlockWords words;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) load_shared_16(words.words[i], place_smem + 16 * i);
+  return __builtin_bit_cast(Block, words);
+}
+
+/// Starts the copy of a tile: a box for each slab of its columns. Its barrier expects the bytes.
+template <class Tile>
+__device__ __forceinline__ void load_tile(uint32 tile_smem, const TensorMap& map, uint32 full,
+                                          int head, int row, int batch) {
+  mbarrier_arrive_expect(full, Tile::kBytes);
+#pragma unroll
+  for (int slab = 0; slab < Tile::kSlabs; ++slab) {
+    tma_load(tile_smem + slab * Tile::kSlabBytes, &map, full, slab * Tile::kSlabColumns, head, row,
+             batch);
+  }
+}
+
+/// The producer: one thread finds the CTA's tiles, every params.blocks-th couple, and copies Q, K
+/// and V as buffers become free.
+struct Producer {
+  const Params& params;
+  const SharedMemory& smem;
+  RingPlace<kQueryStages> q;
+  RingPlace<kPlaces> place;
+  RingPlace<kStages> k;
+  RingPlace<kStages> v;
+
+  __device__ __forceinline__ Producer(const Params& params, const SharedMemory& smem)
+      : params(params), smem(smem) {
+    prefetch_tensor_map(&params.q_map);
+    prefetch_tensor_map(&params.k_map);
+    prefetch_tensor_map(&params.v_map);
+  }
+
+  // A ring's first round finds its buffers empty: the phase before the first counts as done.
+
+  __device__ __forceinline__ void load_k(const Block& block, int n) {
+    mbarrier_wait(smem.k_empty(k.stage), k.round ^ 1);
+    load_tile<KeyTile>(smem.k + k.stage * KeyTile::kBytes, params.k_map, smem.k_full(k.stage),
+                       block.head_k, block.k_begin + n * kBlockN, k_batch(block));
+    k.advance();
+  }
+
+  __device__ __forceinline__ void load_v(const Block& block, int n) {
+    mbarrier_wait(smem.v_empty(v.stage), v.round ^ 1);
+    load_tile<ValueTile>(smem.v + v.stage * ValueTile::kBytes, params.v_map, smem.v_full(v.stage),
+                         block.head_k, block.k_begin + n * kBlockN, k_batch(block));
+    v.advance();
+  }
+
+  /// Hands a tile to the consumers, with Q if it sees any key.
+  __device__ __forceinline__ void load_q(const Block& block) {
+    mbarrier_wait(smem.q_empty(q.stage), q.round ^ 1);
+    store_block(smem.places + place.stage * kPlaceBytes, block);
+    if (block.n_begin < block.n_end) {
+      const bool packed = kRagged && params.sequences.cu_seqlens_q != nullptr;
+      load_tile<QueryTile>(smem.q + q.stage * QueryTile::kBytes, params.q_map, smem.q_full(q.stage),
+                           block.head, block.q_begin + block.m_begin, packed ? 0 : block.batch);
+    } else {
+      mbarrier_arrive(smem.q_full(q.stage));
+    }
+    q.advance();
+    place.advance();
+  }
+
+  /// Row `batch` of the map of packed k and v, which have no batches, is 0.
+  __device__ __forceinline__ int k_batch(const Block& block) const {
+    return kRagged && params.sequences.cu_seqlens_k != nullptr ? 0 : block.k_batch;
+  }
+
+  __device__ __forceinline__ void run() {
+    const int couples = (count_m_tiles(params) + kCouple - 1) / kCouple;
+    const int end = params.pairs * couples * (kSplit ? params.splits : 1);
+#pragma unroll 1
+    for (int couple = block_index(); couple < end; couple += params.blocks) {
+#pragma unroll 1
+      for (int i = 0; i < kCouple; ++i) {
+        const Block block = locate_block(params, couple * kCouple + i);
+        if (row_position(params, block.m_begin) >= block.q_slots) continue;
+        int n = block.n_end - 1;
+        // K first: its buffers are free before Q's is.
+        if (n >= block.n_begin) load_k(block, n);
+        load_q(block);
+#pragma unroll 1
+        for (; n > block.n_begin; --n) {
+          load_k(block, n - 1);
+          load_v(block, n);
+        }
+        if (n == block.n_begin) load_v(block, n);
+      }
+    }
+    Block stop = {};
+    stop.batch = kNoBatch;
+    load_q(stop);
+  }
+};

@@ -1,0 +1,88 @@
+"""What TMA is told of a tensor, and which tensors it can copy. The driver's side runs on a GPU: see test_forward.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rtflash import device, problem, select, tensor_map
+from rtflash.dlpack import row_major
+from rtflash.tensor import View
+from rtflash.tensor_map import TensorMap
+
+
+def view(*shape: int, strides: tuple[int, ...] | None = None) -> View:
+    return View(0, shape, strides or row_major(shape), "bf16", 0)
+
+
+def test_boxes_are_rows_of_one_head() -> None:
+    """Columns come in slabs of 128 bytes, or of 64 where 128 would waste half."""
+    made = TensorMap(view(3, 100, 8, 128), 176)
+    assert made.dims == (128, 8, 100, 3)
+    assert made.strides == (256, 2048, 204800)
+    assert (made.box, made.swizzle) == ((64, 1, 176, 1), 128)
+    assert TensorMap(view(3, 100, 8, 96), 64).box == (32, 1, 64, 1)
+    assert TensorMap(view(3, 100, 8, 80), 64).swizzle == 64
+
+
+def test_packed_rows_are_one_batch() -> None:
+    made = TensorMap(view(100, 8, 64), 64)
+    assert (made.dims, made.strides) == ((64, 8, 100, 1), (128, 1024, 16))
+
+
+def test_an_axis_of_one_element_has_a_legal_stride() -> None:
+    made = TensorMap(view(1, 5, 1, 64, strides=(3, 64, 7, 1)), 64)
+    assert made.strides == (16, 128, 16)
+    assert tensor_map.fits(view(1, 5, 1, 64, strides=(3, 64, 7, 1)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((2, 5, 2, 64), (640, 128, 0, 1)),
+        ((2, 5, 2, 64), (640, -128, 64, 1)),
+        ((2, 5, 2, 60), (600, 120, 60, 1)),
+        ((2, 5, 2, 64), (2**40, 128, 64, 1)),
+        ((2, 0, 2, 64), (640, 128, 64, 1)),
+    ],
+)
+def test_what_tma_cannot_copy(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Heads that share memory, rows backwards, strides that are no whole 16 bytes, or too far; nothing at all."""
+    assert not tensor_map.fits(view(*shape, strides=strides))
+
+
+def test_addresses_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(TensorMap, "encode", lambda self, at: asked.append(at) or b"x")
+    made = TensorMap(view(3, 100, 8, 128), 176)
+    for at in (16, 32, 16, 32, 16):
+        made.at(at)
+    assert asked == [16, 32]
+    for at in range(tensor_map.MAX_ADDRESSES + 1):
+        made.at(at)
+    assert len(made._encoded) <= tensor_map.MAX_ADDRESSES
+
+
+def test_hopper_is_chosen_or_the_reason_said() -> None:
+    q = view(4, 1024, 8, 128)
+    call = problem.dense(q, q, q)
+    hopper, ampere = device.for_arch("sm_90a"), device.for_arch("sm_80")
+    spec, grid = select.forward(call, hopper)
+    assert (spec.isa, spec.kernel_file, grid.blocks) == (90, "forward_sm90.cu", 132)
+    assert select.forward(call, ampere)[0].isa == 80
+    assert "no Hopper" in str(select.why_not_hopper(call, ampere))
+    for other, reason in (
+        ({"align": 8}, "16 bytes"),
+        ({"boxes": False}, "16 bytes"),
+        ({"page_size": 16, "ragged": True}, "Pages"),
+    ):
+        changed = dataclasses.replace(call, **other)
+        assert reason in str(select.why_not_hopper(changed, hopper))
+        assert select.forward(changed, hopper)[0].isa == 80
+
+
+def test_ctas_stay_where_there_are_more_tiles_than_sms() -> None:
+    q = view(2, 16384, 16, 128)
+    spec, grid = select.forward(problem.dense(q, q, q), device.for_arch("sm_90a"))
+    assert (spec.isa, grid.blocks) == (90, 132)
