@@ -38,8 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A kernel cache that is empty when the session starts; the user's own is left alone."""
-    folder = tmp_path_factory.mktemp("rtflash_cache")
+    """A kernel cache that is empty when the session starts; the user's own is left alone.
+
+    Processes that share the tests (pytest-xdist) share it too: what one has compiled the others load.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "rtflash_cache"
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RTFLASH_CACHE_DIR", str(folder))
         yield folder
