@@ -287,8 +287,11 @@ def equal_to_contiguous(backend: Backend, layouts: tuple[str, str, str]) -> None
     out, copied = (
         backend.to_numpy(rtflash.flash_attn_func(*x, causal=True)) for x in (strided, plain)
     )
-    np.testing.assert_array_equal(out, copied)
+    # On a Hopper, what TMA cannot copy is served by another kernel, whose sums round otherwise.
+    if call.problem().boxes or backend.name in ("numpy", "torch-cpu"):
+        np.testing.assert_array_equal(out, copied)
     check(out, expected.out, expected.same_dtype, "fp16")
+    check(copied, expected.out, expected.same_dtype, "fp16")
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
