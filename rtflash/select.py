@@ -45,16 +45,21 @@ class Grid(NamedTuple):
     splits: int = 1
 
 
+def is_hopper(device: Device) -> bool:
+    """Whether the device has the instructions of sm_90a, and the shared memory that HOPPER counts on."""
+    return (device.major, device.minor) == (9, 0) and device.shared_bytes_per_block >= min(HOPPER)
+
+
 def why_not_hopper(problem: Problem, device: Device) -> str | None:
     """None where the kernel for Hopper serves calls with many queries, else the reason as one sentence."""
-    if (device.major, device.minor) != (9, 0):
+    if not is_hopper(device):
         return f"{device.name} is no Hopper: it has no wgmma."
     if problem.page_size or problem.rotary != "none":
         return "Pages and rotated queries cannot be copied by TMA."
     if problem.align < WIDEST_LOAD or not problem.boxes:
-        return (
-            "TMA copies only from addresses and by strides in whole 16 bytes, and no empty tensor."
-        )
+        return "TMA copies only from addresses and by strides in whole 16 bytes above 0, and no empty tensor."
+    if -(-problem.seqlen_q // 64) * problem.batch * problem.heads > MAX_BLOCKS // 4:
+        return "Its tiles are numbered in 32 bits, which these are too many for."
     return None
 
 
@@ -83,7 +88,7 @@ def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
         reason = why_not_hopper(problem, device)
         if reason is None:
             table = HOPPER
-        elif device.major == 9:
+        elif is_hopper(device):
             settings.logger().info("not the kernel for Hopper: %s", reason)
     spec = variant(problem, device, table)
     splits = 1 if table in (TILES, HOPPER) else split_count(problem, spec, device)
@@ -286,12 +291,14 @@ def variants(spec: Spec) -> list[Spec]:
 def every_variant(problem: Problem, device: Device) -> list[Spec | CombineSpec | AppendSpec]:
     """All that a call of these features can need, whatever its lengths, batch and heads."""
     specs: dict[Spec | CombineSpec | AppendSpec, None] = {}
-    main = TILES if why_not_hopper(problem, device) else HOPPER
+    # Beside Hopper's kernel the other one, for tensors that TMA cannot copy.
+    hopper = why_not_hopper(problem, device) is None
+    tables = (FEW, SOME, TILES, *((HOPPER,) if hopper else ()))
     one, many = (dataclasses.replace(problem, seqlen_q=n) for n in (1, 2))
-    for table in (FEW, SOME, main):
-        if table is main and (problem.page_size or problem.rotary != "none"):
+    for table in tables:
+        if table is TILES and (problem.page_size or problem.rotary != "none"):
             continue
-        for call in (many,) if table is main else (many, one):
+        for call in (many, one) if table in (FEW, SOME) else (many,):
             specs.update(dict.fromkeys(variants(variant(call, device, table))))
     specs[combine(splits_combine(problem, 2), True)[0]] = None
     if problem.seqlen_new:
@@ -311,9 +318,7 @@ TABLE_FEATURES: tuple[tuple[str, dict[str, float]], ...] = (
 def table_specs(device: Device) -> list[Spec]:
     """What the tables make on a device: every tile with each mask, dtype and evenness, and with each feature."""
     specs: dict[Spec, None] = {}
-    tables = (
-        (TILES, FEW, SOME, HOPPER) if (device.major, device.minor) == (9, 0) else (TILES, FEW, SOME)
-    )
+    tables = (TILES, FEW, SOME, *((HOPPER,) if is_hopper(device) else ()))
     for table in tables:
         for head_dim in sorted({row.max_head_dim for rows in table.values() for row in rows}):
             for dtype in ("fp16", "bf16") if device.major >= 8 else ("fp16",):

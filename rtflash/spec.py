@@ -140,6 +140,11 @@ class Spec:
                 "False for isa 90: wgmma reads Q from shared memory",
             )
             require(self.key_warps == 1, "key_warps", "1 for isa 90")
+            require(self.blocks_per_sm == 1, "blocks_per_sm", "1 for isa 90")
+            require(self.align == 16, "align", "16 for isa 90: TMA copies no less")
+            require(self.rotary == "none", "rotary", "none for isa 90: TMA rotates nothing")
+            for flag in ("pack_gqa", "split", "paged"):
+                require(not getattr(self, flag), flag, "False for isa 90")
         else:
             require(self.warps in (2, 4, 8, 16), "warps", "2, 4, 8 or 16")
         require(self.key_warps in (1, self.warps), "key_warps", f"1 or {self.warps}")
@@ -157,8 +162,8 @@ class Spec:
             require(self.block_n <= WARP_SIZE * self.key_warps, "block_n", "32 keys a warp at most")
             require(1 <= self.stages <= 8, "stages", "in 1..8")
         else:
-            most = 4 if self.isa == 90 else 2
-            require(1 <= self.stages <= most, "stages", f"in 1..{most}")
+            least, most = (2, 4) if self.isa == 90 else (1, 2)
+            require(least <= self.stages <= most, "stages", f"in {least}..{most}")
         require(
             self.isa >= 80 or self.stages == 1, "stages", "1 for isa 75 (no asynchronous copies)"
         )
@@ -261,6 +266,7 @@ class Spec:
             "out_align": str(self.out_align),
             "threads": str(self.threads),
             "q_stages": str(self.q_stages),
+            "shared_bytes": str(self.shared_bytes),
             **(self.wgmma_variables() if self.isa == 90 else {}),
         }
 

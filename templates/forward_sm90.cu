@@ -60,7 +60,8 @@ struct Consumer {
 
 /// Clears the rows of V behind a sequence's last key, if they are part of key tile n and the tensor
 /// goes on there: P is 0 in them, but 0 times a stray NaN is NaN. TMA has cleared what lies behind
-/// the tensor. All consumers do it together, as soon as the tile is there.
+/// the tensor. All consumers do it together, once the tile has landed. It is the CTA's first key
+/// tile, before which nobody has taken a turn: nobody waits here for one who waits for a turn.
 __device__ __forceinline__ void clear_values_behind(const Params& params, const Block& block, int n,
                                                     uint32 v_tile_smem, int thread) {
   const int first = block.seqlen_k - n * kBlockN;
@@ -229,6 +230,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedMemory
 #pragma unroll 1
     for (int n = cta_last; n > n_last; --n) {
       skip_tile(params, block, smem, self, ring, n);
+      // Every warpgroup takes as many turns as there are key tiles behind the first.
       if (n > cta_begin) self.let_turn_pass();
     }
     if (n_begin <= n_last) {
@@ -243,6 +245,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedMemory
                     softmax,
                     o};
       work.first(n_last);
+      // What is cleared must have landed.
       mbarrier_wait(smem.v_full(ring.stage), ring.round);
       clear_values_behind(params, block, n_last, smem.v + ring.stage * ValueTile::kBytes,
                           self.thread);

@@ -55,25 +55,22 @@ struct OnlineSoftmax {
     }
   }
 
-  /// `update`, but for O, which a product may still be adding to: returns whether it must be
-  /// rescaled, by `factor`.
+  /// `update`, but for O, which a product may still be adding to: returns whether a row of the warp
+  /// must be rescaled, each lane's rows by `factor`. A row's factor depends on no other row, which
+  /// may be another sequence's.
   __device__ __forceinline__ bool grow(const ScoreTile& s, float (&factor)[kRows]) {
     bool outgrown = false;
-    float tile_max[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      tile_max[r] = row_max(s, r) * scale;
-      outgrown |= tile_max[r] - reference[r] > kRescaleThreshold;
-    }
-    outgrown = any_lane(outgrown);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float grown = outgrown ? fmaxf(reference[r], tile_max[r]) : reference[r];
+      const float tile_max = row_max(s, r) * scale;
+      const bool grows = tile_max - reference[r] > kRescaleThreshold;
+      const float grown = grows ? tile_max : reference[r];
       factor[r] = exp2_approx(reference[r] - grown);
       reference[r] = grown;
       row_sum[r] *= factor[r];
+      outgrown |= grows;
     }
-    return outgrown;
+    return any_lane(outgrown);
   }
 
   /// O times `factor`.

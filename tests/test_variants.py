@@ -100,6 +100,7 @@ CALL = Problem(
     softcap=0.0,
     alibi=False,
     align=16,
+    boxes=True,
 )
 VARIANTS = [(arch, spec) for arch in ARCHS for spec in sample(arch)]
 

@@ -332,3 +332,25 @@ def test_any_call(call: VarlenCall) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RTFLASH_BACKEND", "numpy")
         run(Backend(), call)
+
+
+@on_all
+def test_a_neighbour_changes_no_bit(backend: Backend) -> None:
+    """Rows of the sequence behind share a tile of queries with the last rows; they must not share more."""
+    random = np.random.default_rng(9)
+    m, n = 233, 397
+    q, k, v = (random.standard_normal(s) for s in ((2 * m, 4, 64), (2 * n, 2, 64), (2 * n, 2, 64)))
+    q *= 3
+    other = np.concatenate([q[:m], 8 * random.standard_normal((m, 4, 64))])
+    offsets = [backend.make(np.array([0, x, 2 * x]), "int32") for x in (m, n)]
+    keys = [backend.make(x, "fp16") for x in (k, v)]
+    for causal in (False, True):
+        first, second = (
+            backend.to_numpy(
+                rtflash.flash_attn_varlen_func(
+                    backend.make(x, "fp16"), *keys, *offsets, m, n, causal=causal, num_splits=1
+                )
+            )[:m]
+            for x in (q, other)
+        )
+        np.testing.assert_array_equal(first, second)

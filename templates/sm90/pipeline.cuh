@@ -12,8 +12,8 @@
 constexpr uint32 kTileAlignment = 1024;  // of the widest swizzle pattern
 constexpr int kMbarrierBytes = 8;
 
-// A consumer reads a place until it has stored the tile, and by then has released Q: the producer
-// may be kQueryStages tiles ahead of the tile that follows.
+// A consumer reads a tile's place until it has stored the tile, long after it has released its Q:
+// one place more than buffers of Q.
 constexpr int kPlaces = kQueryStages + 1;
 constexpr int kPlaceBytes = 64;
 
@@ -73,6 +73,12 @@ struct SharedMemory {
     fence_mbarrier_init();
   }
 };
+
+static_assert(kTileAlignment + kQueryStages * QueryTile::kBytes +
+                      kStages * (KeyTile::kBytes + ValueTile::kBytes) + kPlaces * kPlaceBytes +
+                      2 * (kQueryStages + 2 * kStages) * kMbarrierBytes <=
+                  kSharedBytes,
+              "Spec.shared_bytes");
 
 /// A Block as it lies in shared memory.
 struct BlockWords {
@@ -140,6 +146,8 @@ struct Producer {
 
   /// Hands a tile to the consumers, with Q if it sees any key.
   __device__ __forceinline__ void load_q(const Block& block) {
+    // Its buffer has been read, and so has the place: that tile was stored before the one behind it
+    // released its Q.
     mbarrier_wait(smem.q_empty(q.stage), q.round ^ 1);
     store_block(smem.places + place.stage * kPlaceBytes, block);
     if (block.n_begin < block.n_end) {
@@ -160,7 +168,7 @@ struct Producer {
 
   __device__ __forceinline__ void run() {
     const int couples = (count_m_tiles(params) + kCouple - 1) / kCouple;
-    const int end = params.pairs * couples * (kSplit ? params.splits : 1);
+    const int end = params.pairs * couples;
 #pragma unroll 1
     for (int couple = block_index(); couple < end; couple += params.blocks) {
 #pragma unroll 1
