@@ -351,3 +351,12 @@ def test_sass_counts_instructions():
     one, two = sass.count(text).values()
     assert (one["HMMA"], one["LDSM"], one["total"]) == (2, 1, 4)
     assert (two["STL"], two["total"]) == (1, 1)
+
+
+def test_hopper_gets_a_kernel_of_its_own():
+    """For tensors that TMA can copy: rows of whole 16 bytes."""
+    for dim, isa in ((64, 90), (60, 80)):
+        calls = generate.problems(["bf16"], [(dim, dim)], ["full"], PLAIN, [(1024, 1024)])
+        chosen, refused = generate.variants(["sm_90a"], calls)
+        assert [variant.spec.isa for variant in chosen] == [isa]
+        assert not refused

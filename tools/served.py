@@ -83,6 +83,7 @@ def problems(
             softcap=30.0 if "softcap" in extra else 0.0,
             alibi="alibi" in extra,
             align=16,
+            boxes=d % 8 == dv % 8 == 0,  # rows of whole 16 bytes
         )
 
 
