@@ -42,6 +42,24 @@ TIMEOUT_S = 120.0  # a mutated loop may never end
 SURVIVORS = 0.05  # of all faults
 
 
+def spec_of(described: Problem, tile: Tile, isa: int, **flags: object) -> Spec:
+    """The variant of a tile for a call."""
+    p = described
+    return Spec(
+        dtype=p.dtype,
+        head_dim=p.head_dim,
+        head_dim_v=p.head_dim_v,
+        isa=isa,
+        mask=p.mask,
+        softcap=p.softcap > 0,
+        alibi=p.alibi,
+        prescale=p.softcap > 0 or p.alibi,
+        align=p.align,
+        **flags,
+        **tile._asdict(),
+    )
+
+
 @dataclass(frozen=True)
 class Probe:
     """A call on a variant of a fixed tile: what the mutations need must not change with the tables."""
@@ -54,20 +72,12 @@ class Probe:
 
     def spec(self, described: Problem) -> Spec:
         """The variant."""
-        p = described
-        return Spec(
-            dtype=p.dtype,
-            head_dim=p.head_dim,
-            head_dim_v=p.head_dim_v,
-            isa=self.isa,
-            mask=p.mask,
-            softcap=p.softcap > 0,
-            alibi=p.alibi,
-            prescale=p.softcap > 0 or p.alibi,
-            even_m=p.seqlen_q % self.tile.block_m == 0,
-            even_n=p.seqlen_k % self.tile.block_n == 0,
-            align=p.align,
-            **self.tile._asdict(),
+        return spec_of(
+            described,
+            self.tile,
+            self.isa,
+            even_m=described.seqlen_q % self.tile.block_m == 0,
+            even_n=described.seqlen_k % self.tile.block_n == 0,
         )
 
 
@@ -88,21 +98,15 @@ class SequenceProbe:
     def spec(self, described: Problem) -> Spec:
         """The variant."""
         p = described
-        return Spec(
-            dtype=p.dtype,
-            head_dim=p.head_dim,
-            head_dim_v=p.head_dim_v,
-            isa=self.isa,
-            mask=p.mask,
-            alibi=p.alibi,
-            prescale=p.alibi,
-            align=p.align,
+        return spec_of(
+            p,
+            self.tile,
+            self.isa,
             pack_gqa=self.isa != 90,
             split=self.splits > 1,
             ragged=p.ragged,
             paged=p.page_size > 0,
             rotary=p.rotary,
-            **self.tile._asdict(),
         )
 
 
