@@ -17,7 +17,7 @@ from . import device, guarded, launch, select, settings, tensor_map
 from . import problem as problems
 from .cxx import why_not as why_not
 from .dlpack import row_major
-from .guarded import READ, REWRITE, WRITE, Guarded, How, output, start, unwritten, view
+from .guarded import READ, REWRITE, UPDATE, WRITE, Guarded, How, output, start, unwritten, view
 from .merging import is_aligned
 from .partials import Combine
 from .plan import partials
@@ -120,7 +120,7 @@ def run_variant(
     """
     grid = select.grid(spec, problem, device.for_arch(ARCH), splits)._replace(section=section)
     if blocks and spec.isa == 90:
-        grid = grid._replace(blocks=min(blocks, grid.blocks))
+        grid = grid._replace(blocks=min(blocks, grid.blocks), draws=spec.ragged)
     how = How(seed, workers, templates)
     return attend(spec, grid, problem, tensors, cache_seqlen, how, check)
 
@@ -200,12 +200,15 @@ def attend(
         written = {name: output((grid.splits, *shapes[name]), np.float32) for name in shapes}
     o, sums = written.values()
     values = launch.forward_head(views, o.view.ptr, sums.view.ptr, *lengths)
+    counter = Guarded(np.zeros(1, np.int32))
     if spec.isa == 90:
-        head = launch.FORWARD_TMA_HEAD.pack(*emulated_maps(spec, views), *values)
+        maps, next_tile = emulated_maps(spec, views), counter.view.ptr if grid.draws else 0
+        head = launch.FORWARD_TMA_HEAD.pack(*maps, next_tile, *values)
     else:
         head = launch.FORWARD_HEAD.pack(*values)
     params = head + launch.forward_scalars(p, grid, spec.pack_gqa, views)
     uses = inputs(launch.FORWARD, given) | {name: (x, WRITE) for name, x in written.items()}
+    uses["next_tile"] = counter, UPDATE
     outcomes.append(start(spec, grid, params, uses, how))
     if spec.split and grid.blocks > 0:
         call = select.splits_combine(p, grid.splits)

@@ -34,7 +34,7 @@ Array = NDArray[Any]
 MAX_COUNTS = 4096
 MAX_FINDINGS = 100
 # What a kernel may do with a tensor, and states of a byte: see report.cuh.
-READ, WRITE, REWRITE = 0, 1, 2
+READ, WRITE, REWRITE, UPDATE = 0, 1, 2, 3
 PADDING, EMPTY, HELD = 0, 1, 2
 POISON = 0xFF  # NaN in fp16, bf16 and fp32
 GUARD = 1 << 20  # bytes before and after a tensor; the system gives them no memory

@@ -98,7 +98,9 @@ FORWARD = Layout(
     ),
     ("score_scale", "softcap_log2"),
 )  # fmt: skip
-FORWARD_TMA = FORWARD._replace(maps=("q_map", "k_map", "v_map"))
+FORWARD_TMA = FORWARD._replace(
+    pointers=("next_tile", *FORWARD.pointers), maps=("q_map", "k_map", "v_map")
+)
 COMBINE = Layout(
     ("o_partial", "lse_partial", "o", "lse"),
     (),
@@ -119,6 +121,8 @@ COMBINE_HEAD, APPEND_HEAD = COMBINE.head, APPEND.head
 FORWARD_REST, COMBINE_REST, APPEND_REST = FORWARD.rest, COMBINE.rest, APPEND.rest
 # The driver reads whole multiples of the alignment of a tensor map.
 PARAMS_BYTES = max(layout.size for layout in (FORWARD_TMA, COMBINE, APPEND))
+
+COUNTER_BYTES = 4  # of Params.next_tile
 
 LOG2_E = math.log2(math.e)
 
@@ -326,6 +330,7 @@ class _Arguments:
 
         self.launch_kernel = driver.launchKernel
         self.get_device, self.set_device = runtime.getDevice, runtime.setDevice
+        self.memset = runtime.memsetAsync
         self.params = (ctypes.c_uint64 * (-(-PARAMS_BYTES // 8)))()
         self.bytes = memoryview(self.params).cast("B")
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
@@ -364,7 +369,9 @@ def launch(
     run((step(kernel, grid, head, tuple, rest),), values, stream, device)
 
 
-def run(steps: Sequence[Step], numbers: Sequence[int], stream: int, device: int) -> None:
+def run(
+    steps: Sequence[Step], numbers: Sequence[int], stream: int, device: int, counter: int = 0
+) -> None:
     """Launch kernels one behind the other; returns at once.
 
     Parameters
@@ -372,6 +379,7 @@ def run(steps: Sequence[Step], numbers: Sequence[int], stream: int, device: int)
     numbers : what the steps pick from.
     stream : raw CUstream of `device`.
     device : CUDA index; the current device is the same afterwards.
+    counter : address of an int32 that is set to 0 first; 0: there is none.
     """
     arguments = _arguments()
     previous = arguments.get_device()
@@ -380,6 +388,8 @@ def run(steps: Sequence[Step], numbers: Sequence[int], stream: int, device: int)
         arguments.set_device(device)
         arguments.devices.add(device)
     try:
+        if counter:
+            arguments.memset(counter, 0, COUNTER_BYTES, stream)
         for _, shape, pack, pick, rest in steps:
             pack(arguments.bytes, 0, *pick(numbers), rest)
             arguments.launch_kernel(*shape, stream, arguments.address, 0)

@@ -46,7 +46,8 @@ class Plan(NamedTuple):
     longest : the most keys that an int may say a cache holds of each sequence, see lengths.check_length.
     device : CUDA index.
     new_out, new_lse : make the outputs.
-    new_workspace : makes what a split forward writes and combine reads; None: not split.
+    new_workspace : makes what a split forward writes and combine reads, or the counter of tiles; None: neither.
+    draws : whether it is a counter, which starts at 0.
     steps : the launches in their order: append, forward, combine, but for those that have nothing to do.
     shifts : (place, offset) of numbers that are another one plus an offset.
     maps : of q, k and v, where the forward copies by TMA, and what picks their addresses.
@@ -58,6 +59,7 @@ class Plan(NamedTuple):
     new_out: Callable[[], Any]
     new_lse: Callable[[], Any]
     new_workspace: Callable[[], Any] | None = None
+    draws: bool = False
     steps: tuple[launch.Step, ...] = ()
     shifts: tuple[tuple[int, int], ...] = ()
     maps: tuple[TensorMap, ...] = ()
@@ -95,14 +97,17 @@ def make(
     if spec.isa == 90:
         maps = tensor_map.maps(spec.block_m, spec.block_n, *tensors[:3])
         mapped = picker([view.ptr for view in marked[:3]], shifts, first)
-    elements = grid.splits * (math.prod(call.out_shape) + math.prod(call.lse_shape))
+    elements = 1 if grid.draws else 0  # of four bytes
+    if spec.split:
+        elements = grid.splits * (math.prod(call.out_shape) + math.prod(call.lse_shape))
     return Plan(
         call,
         max(lengths.longest_cached(call, call.seqlen_k), -1),
         index,
         library.allocator(call.out_shape, call.dtype, index),
         library.allocator(call.lse_shape, "fp32", index),
-        library.allocator((elements,), "fp32", index) if spec.split else None,
+        library.allocator((elements,), "fp32", index) if elements else None,
+        grid.draws,
         steps,
         tuple(shifts),
         maps,
@@ -124,7 +129,8 @@ def forward_launches(
     """The forward, and after a split one the merge of what it writes into the workspace."""
     scalars = launch.forward_scalars(call, grid, spec.pack_gqa, tensors)
     if spec.isa == 90:
-        head = MAP_MARKS + launch.forward_head(marked, *OUTPUTS, *LENGTHS)
+        counter = WORKSPACE * MARK if grid.draws else 0
+        head = (*MAP_MARKS, counter, *launch.forward_head(marked, *OUTPUTS, *LENGTHS))
         return [Launch(spec, grid, launch.FORWARD_TMA_HEAD, head, scalars)]
     if not spec.split:
         head = launch.forward_head(marked, *OUTPUTS, *LENGTHS)
@@ -195,7 +201,7 @@ def run(
     out, lse : of Plan.new_out and new_lse; lse None: not wanted.
     cache_seqlen : see call.attend.
     """
-    call, _, index, _, _, new_workspace, steps, shifts, maps, mapped = plan
+    call, _, index, _, _, new_workspace, draws, steps, shifts, maps, mapped = plan
     if not steps:
         return
     workspace = None if new_workspace is None else new_workspace()
@@ -216,6 +222,6 @@ def run(
             x.at(address) for x, address in zip(maps, mapped(numbers), strict=True)
         ]
     stream = library.stream(index)
-    launch.run(steps, numbers, stream, index)
+    launch.run(steps, numbers, stream, index, numbers[WORKSPACE] if draws else 0)
     if held:
         library.hold(stream, index, held)

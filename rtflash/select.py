@@ -36,13 +36,21 @@ PACKED_SPEED = 0.75
 
 
 class Grid(NamedTuple):
-    """A launch: CTAs, threads and dynamic shared bytes of each; pairs of a section, see block.cuh; splits."""
+    """A launch: CTAs, threads and dynamic shared bytes of each.
+
+    Attributes
+    ----------
+    section : (batch, head) pairs of a section of the tile order, see block.cuh.
+    splits : of the keys.
+    draws : whether the CTAs draw their tiles from a counter, see sm90/tiles.cuh.
+    """
 
     blocks: int
     threads: int
     shared_bytes: int
     section: int = 1
     splits: int = 1
+    draws: bool = False
 
 
 def is_hopper(device: Device) -> bool:
@@ -150,7 +158,8 @@ def grid(spec: Spec, problem: Problem, device: Device, splits: int = 1) -> Grid:
             f" CUDA launches at most {MAX_BLOCKS}"
         )
     if spec.isa == 90:
-        return Grid(min(blocks, device.sm_count), spec.threads, spec.shared_bytes, 1, splits)
+        draws = spec.ragged and blocks > device.sm_count
+        return Grid(min(blocks, device.sm_count), spec.threads, spec.shared_bytes, draws=draws)
     pairs = section(problem, device)
     if spec.pack_gqa:
         pairs = max(1, pairs // group)

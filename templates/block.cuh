@@ -37,19 +37,32 @@ __device__ __forceinline__ int load_int(const int* array_gmem, int64 index) {
   return static_cast<int>(load_global_4(array_gmem + index));
 }
 
+/// Where the queries of sequence `batch` lie in packed q. Offsets that lie outside the tensor are
+/// cut off there.
+struct QueryRows {
+  int begin;
+  int length;
+  int slots;  // positions from `begin` on that are the sequence's to write: `length` or more
+};
+
+__device__ __forceinline__ QueryRows query_rows(const Params& params, int batch) {
+  const int* offsets = params.sequences.cu_seqlens_q;
+  if (offsets == nullptr) return {0, params.seqlen_q, params.seqlen_q};
+  const int begin = min(max(load_int(offsets, batch), 0), params.total_q);
+  const int end = min(max(load_int(offsets, batch + 1), begin), params.total_q);
+  const bool last = (batch + 1) * (params.heads / (kPackGqa ? params.group : 1)) == params.pairs;
+  return {begin, end - begin, (last ? params.total_q : end) - begin};
+}
+
 /// Finds the block's sequence. Offsets and lengths that lie outside the tensors are cut off there,
 /// so that a malformed array can give wrong results but no access outside.
 __device__ __forceinline__ void place_sequence(const Params& params, Block& block) {
   const Sequences& given = params.sequences;
   const int b = block.batch;
-  if (given.cu_seqlens_q != nullptr) {
-    const int begin = min(max(load_int(given.cu_seqlens_q, b), 0), params.total_q);
-    const int end = min(max(load_int(given.cu_seqlens_q, b + 1), begin), params.total_q);
-    const bool last = (b + 1) * (params.heads / (kPackGqa ? params.group : 1)) == params.pairs;
-    block.q_begin = begin;
-    block.seqlen_q = end - begin;
-    block.q_slots = (last ? params.total_q : end) - begin;
-  }
+  const QueryRows rows = query_rows(params, b);
+  block.q_begin = rows.begin;
+  block.seqlen_q = rows.length;
+  block.q_slots = rows.slots;
   if (given.seqused_q != nullptr) {
     block.seqlen_q = min(max(load_int(given.seqused_q, b), 0), block.seqlen_q);
   }
@@ -106,12 +119,12 @@ __device__ __forceinline__ KeyTiles tiles_seen(const Params& params, const Block
 /// A tile of rows: which (batch, head) pair it belongs to and which of the pair's tiles it is.
 struct TilePlace {
   int pair;
-  int m;  // -1: none
+  int m;
 };
 
-/// The tiles of rows that a pair has.
-__device__ __forceinline__ int count_m_tiles(const Params& params) {
-  const int rows = kPackGqa ? params.seqlen_q * params.group : params.seqlen_q;
+/// The tiles of rows of a pair that has so many query positions; no more than the longest has.
+__device__ __forceinline__ int count_m_tiles(const Params& params, int positions) {
+  const int rows = min(positions, params.seqlen_q) * (kPackGqa ? params.group : 1);
   return (rows + kBlockM - 1) / kBlockM;
 }
 
@@ -120,7 +133,7 @@ __device__ __forceinline__ int count_m_tiles(const Params& params) {
 /// last query tile first: under a causal mask the longest work then starts first. With section 1
 /// the tiles of one pair follow one another. (LPT within L2 sections: FlashAttention-3.)
 __device__ __forceinline__ TilePlace place_in_section(const Params& params, int index) {
-  const int m_tiles = count_m_tiles(params);
+  const int m_tiles = count_m_tiles(params, params.seqlen_q);
   const int section_tiles = params.section * m_tiles;
   const int section = index / section_tiles;
   const int in_section = index - section * section_tiles;
@@ -129,29 +142,9 @@ __device__ __forceinline__ TilePlace place_in_section(const Params& params, int 
   return {section * params.section + in_section - m * pairs, m_tiles - 1 - m};
 }
 
-// Tiles that a CTA which stays takes one after the other. Under a causal mask a pair's last tile
-// and its first are together as long as its second last and its second, and so on: all couples take
-// the same time.
-constexpr int kCouple = kMask == MaskKind::causal ? 2 : 1;
-
-/// Tile order where CTAs stay: couple by couple, pair by pair.
-__device__ __forceinline__ TilePlace place_in_couple(const Params& params, int index) {
-  const int m_tiles = count_m_tiles(params);
-  const int couples = (m_tiles + kCouple - 1) / kCouple;
-  const int pair = index / (couples * kCouple);
-  const int in_pair = index - pair * couples * kCouple;
-  const int first = in_pair / kCouple;
-  const int last = m_tiles - 1 - first;
-  if (in_pair % kCouple == 0) return {pair, last};
-  return {pair, first < last ? first : -1};
-}
-
-/// The place of a tile, and of its part of the keys: the splits of a tile of rows follow one
-/// another.
-__device__ __forceinline__ Block locate_block(const Params& params, int tile) {
-  const int index = kSplit ? tile / params.splits : tile;
-  const TilePlace place =
-      kIsa == 90 ? place_in_couple(params, index) : place_in_section(params, index);
+/// The block of a tile, and of part `split` of its keys.
+__device__ __forceinline__ Block locate_block(const Params& params, const TilePlace& place,
+                                              int split) {
   const int pair = place.pair;
 
   Block block;
@@ -160,15 +153,13 @@ __device__ __forceinline__ Block locate_block(const Params& params, int tile) {
   const int head = pair - block.batch * heads;
   block.head = kPackGqa ? head * params.group : head;
   block.head_k = kPackGqa ? head : head / params.group;
-  block.split = kSplit ? tile - index * params.splits : 0;
+  block.split = split;
   block.m_begin = place.m * kBlockM;
   block.seqlen_q = block.q_slots = params.seqlen_q;
   block.seqlen_k = params.seqlen_k;
   block.q_begin = block.k_begin = 0;
   block.k_batch = block.batch;
   if constexpr (kRagged) place_sequence(params, block);
-
-  if (kIsa == 90 && place.m < 0) block.q_slots = block.m_begin = 0;
 
   const KeyTiles seen = tiles_seen(params, block, block.m_begin, block.m_begin + kBlockM);
   block.n_begin = seen.begin;
@@ -184,4 +175,12 @@ __device__ __forceinline__ Block locate_block(const Params& params, int tile) {
   // Of a tile that lies past the sequence's queries only zeros are written.
   if (kRagged && row_position(params, block.m_begin) >= block.seqlen_q) block.n_end = block.n_begin;
   return block;
+}
+
+/// The block of a CTA, where each tile has one: the splits of a tile of rows follow one another.
+__device__ __forceinline__ Block locate_block(const Params& params) {
+  const int index = block_index();
+  const int tile = kSplit ? index / params.splits : index;
+  const int split = kSplit ? index - tile * params.splits : 0;
+  return locate_block(params, place_in_section(params, tile), split);
 }

@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_result(const Params& params, OnlineSoftmax
     barrier_cta();
     stage_output(softmax, o, stage_smem, warp_row, lane);
   }
-  const Block block = locate_block(params, block_index());
+  const Block block = locate_block(params);
   if constexpr (kRagged) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

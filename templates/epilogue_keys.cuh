@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_result(const Params& params, OnlineSoftmax
   leave_part(softmax, o, parts_smem + thread / 32 * kWarpBytes, thread % 32);
   // The parts are complete: a row is read by other threads than wrote it.
   barrier_cta();
-  const Block block = locate_block(params, block_index());
+  const Block block = locate_block(params);
   constexpr int kRowItems = (kHeadDimV + 3) / 4;
   for (int item = thread; item < kBlockM * kRowItems; item += kThreads) {
     const int row = item / kRowItems;

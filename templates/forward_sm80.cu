@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int lane = thread % 32;
   const int warp = thread / 32;
   const int warp_row = warp / kKeyWarps * 16 * kMmaM;
-  const Block block = locate_block(params, block_index());
+  const Block block = locate_block(params);
   if (kRagged && row_position(params, block.m_begin) >= block.q_slots) return;
 
   // ldmatrix: where this lane's row and 16-byte chunk of a 16x16 tile of Q and V, and of K, lie.

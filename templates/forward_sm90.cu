@@ -13,9 +13,10 @@
 #include "sm90/mma.cuh"
 #include "sm90/pipeline.cuh"
 
-// Registers of a thread that loads and of one that multiplies: 64 Ki in all.
-constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 24 : 32;
-constexpr int kConsumerRegisters = kConsumers == 1 ? 256 : kConsumers == 2 ? 240 : 160;
+// Registers of a thread that loads and of one that multiplies: at most as many in all as the launch
+// gives the CTA, which are 168 a thread with two consumers.
+constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = kConsumers == 1 ? 256 : kConsumers == 2 ? 232 : 160;
 
 constexpr int kConsumerRows = 64;  // of a warpgroup
 

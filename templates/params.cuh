@@ -37,6 +37,7 @@ struct Params {
   TensorMap q_map;
   TensorMap k_map;
   TensorMap v_map;
+  int* next_tile;  // counts the tiles that CTAs drew, from 0; null: see sm90/tiles.cuh
   //% endif
   const Element* q;           // (batch, seqlen_q, heads, kHeadDim)
   const Element* k;           // (batch, seqlen_k, heads / group, kHeadDim)

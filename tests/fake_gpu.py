@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rtflash import build, call, device, launch, tensor
+from rtflash import build, call, device, launch, tensor, tensor_map
 from rtflash.spec import AnySpec, AppendSpec, CombineSpec, Spec
 from rtflash.tensor import Framework, View
+from rtflash.tensor_map import TensorMap
 
 LAYOUTS: dict[type, launch.Layout] = {
     Spec: launch.FORWARD,
@@ -64,6 +65,11 @@ class Library(Framework):
 LIBRARY = Library()
 
 
+def encoded(address: int) -> bytes:
+    """Stands for the driver's tensor map of the tensor at an address."""
+    return address.to_bytes(tensor_map.BYTES, "little")
+
+
 class Launched(NamedTuple):
     """A launch: its variant, CTAs, threads and shared bytes, and its Params by field."""
 
@@ -78,6 +84,7 @@ class FakeGpu:
     Attributes
     ----------
     launched : what was launched, in its order.
+    cleared : (address, launches before) of every counter that was set to 0.
     made : what LIBRARY allocated, in its order.
     current : CUDA's current device.
     was_set : every device that was made current.
@@ -85,6 +92,7 @@ class FakeGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         gpu = device.for_arch("sm_90a")
+        self.cleared: list[tuple[int, int]] = []
         self.launched: list[Launched] = []
         self.made = LIBRARY.made = []
         self.current = 0
@@ -98,7 +106,9 @@ class FakeGpu:
             get_device=lambda: self.current,
             set_device=self.set_device,
             launch_kernel=self.launch_kernel,
+            memset=self.memset,
         )
+        monkeypatch.setattr(TensorMap, "encode", lambda _, address: encoded(address))
         monkeypatch.setitem(tensor._by_type, View, LIBRARY)
         monkeypatch.setattr(call, "_plans", {})
         monkeypatch.setattr(device, "get", lambda index: gpu)
@@ -114,11 +124,17 @@ class FakeGpu:
         self.kernels.append(build.Kernel(spec, None, len(self.kernels), None))  # type: ignore[arg-type]
         return self.kernels[-1]
 
+    def memset(self, address: int, value: int, count: int, stream: int) -> None:
+        assert (value, count, stream) == (0, launch.COUNTER_BYTES, STREAM)
+        self.cleared.append((address, len(self.launched)))
+
     def launch_kernel(self, function: int, *rest: int) -> None:
         blocks, _, _, threads, _, _, shared, stream, address, _ = rest
         assert (stream, address) == (STREAM, self.arguments.address)
         spec = self.kernels[function].spec
         layout = LAYOUTS[type(spec)]
+        if getattr(spec, "isa", 0) == 90:
+            layout = launch.FORWARD_TMA
         form = layout.head.format + layout.rest.format.removeprefix("<")
         values = struct.unpack_from(form, self.arguments.bytes)
         params = dict(zip(layout.fields, values, strict=True))

@@ -94,6 +94,7 @@ class SequenceProbe:
     splits: int = 1
     malformed: bool = False
     isa: int = 80
+    blocks: int = 0
 
     def spec(self, described: Problem) -> Spec:
         """The variant."""
@@ -251,7 +252,10 @@ PROBES: dict[str, Probe | SequenceProbe] = {
     ),
     # Tiles of V hold rows of the next sequence.
     "groups, packed": SequenceProbe(
-        VarlenCall(lengths_q=(130, 3, 70), lengths_k=(200, 65, 100), tail=40), GROUPS, isa=90
+        VarlenCall(lengths_q=(130, 3, 70), lengths_k=(200, 65, 100), tail=70),
+        GROUPS,
+        isa=90,
+        blocks=2,
     ),
 }
 
@@ -275,10 +279,11 @@ KERNEL, PIPELINE, COPY = "forward_sm80.cu", "sm80/pipeline.cuh", "sm80/copy.cuh"
 SOFTMAX, MASK, EPILOGUE, BLOCK = "softmax.cuh", "mask.cuh", "epilogue.cuh", "block.cuh"
 RING_FLOW, EPILOGUE_KEYS, OUTPUT = "sm80/ring.cuh", "epilogue_keys.cuh", "output.cuh"
 COMBINE, APPEND, ROTARY, PAGES = "combine.cu", "append.cu", "rotary.cuh", "pages.cuh"
-GROUPS_KERNEL, GROUPS_PIPELINE, GROUPS_MMA = (
+GROUPS_KERNEL, GROUPS_PIPELINE, GROUPS_MMA, GROUPS_TILES = (
     "forward_sm90.cu",
     "sm90/pipeline.cuh",
     "sm90/mma.cuh",
+    "sm90/tiles.cuh",
 )
 WAIT_K = """    wait_copies<0>();
     barrier_cta();
@@ -1236,8 +1241,8 @@ FAULTS = (
     Fault(
         "more registers than there are",
         GROUPS_KERNEL,
-        "kConsumers == 2 ? 24 : 32",
         "kConsumers == 2 ? 40 : 32",
+        "kConsumers == 2 ? 48 : 32",
         "groups",
     ),
     Fault(
@@ -1266,6 +1271,34 @@ FAULTS = (
         GROUPS_KERNEL,
         "i = first * kChunks + thread;",
         "i = (first + 1) * kChunks + thread;",
+        "groups, packed",
+    ),
+    Fault(
+        "a head's tiles left out",
+        GROUPS_TILES,
+        "      end += m_tiles * params.heads;\n",
+        "      end += m_tiles * (params.heads - 1);\n",
+        "groups, packed",
+    ),
+    Fault(
+        "rows behind the last sequence left out",
+        GROUPS_TILES,
+        "query_rows(params, batch).slots",
+        "query_rows(params, batch).length",
+        "groups, packed",
+    ),
+    Fault(
+        "two tiles drawn at once",
+        GROUPS_TILES,
+        "atomic_add(params.next_tile, 1)",
+        "atomic_add(params.next_tile, 2)",
+        "groups, packed",
+    ),
+    Fault(
+        "the first tiles drawn again",
+        GROUPS_TILES,
+        "drawn = params.next_tile == nullptr ? drawn + params.blocks : atomic_add(params.next_tile, 1);",
+        "drawn = atomic_add(params.next_tile, 1) - params.blocks;",
         "groups, packed",
     ),
 )
@@ -1349,6 +1382,7 @@ def run_sequences(probe: SequenceProbe, templates: Path | None) -> None:
         described,
         tensors,
         splits=probe.splits,
+        blocks=probe.blocks,
         workers=1,
         templates=templates,
     )

@@ -57,7 +57,7 @@ def run(
     out, o = output(result, np.float32), output((1,), np.uint16)
     maps = b"".join(map_of(x, box) for x, box in zip(given.values(), boxes, strict=True))
     pointers = [x.view.ptr for x in (*given.values(), o, out)]
-    params = (maps + struct.pack("<6Q", *pointers, case)).ljust(PARAMS_BYTES, b"\0")
+    params = (maps + struct.pack("<7Q", 0, *pointers, case)).ljust(PARAMS_BYTES, b"\0")
     grid = Grid(1, spec.threads, spec.shared_bytes, 1, 1)
     uses = {name: (x, READ) for name, x in given.items()} | {"o": (o, WRITE), "lse": (out, WRITE)}
     return start(spec, grid, params, uses, How(seed, 1, templates)), out.array

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_gpu import FIRST, LIBRARY, FakeGpu, Library, view
+from fake_gpu import FIRST, LIBRARY, FakeGpu, Library, encoded, view
 
 import rtflash
 from rtflash import call, launch, problem, select, tensor
@@ -95,6 +95,29 @@ def test_an_append_to_pages(gpu: FakeGpu) -> None:
     }  # fmt: skip
     assert lse.shape == (2, 8, 1)
     assert [x.params["seqlen_k"] for x in (append, forward)] == [8192, 8192]
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_packed_sequences_on_hopper(gpu: FakeGpu, batch: int) -> None:
+    """With more tiles than CTAs they draw them: by a counter of the call's own, which starts at 0."""
+    q, k, v = (at(place, 5000, 4, 64) for place in (1, 2, 3))
+    offsets = ints(4, batch + 1)
+    for _ in range(2):
+        out = rtflash.flash_attn_varlen_func(q, k, v, offsets, offsets, 500, 500)
+    first, second = gpu.launched
+    assert isinstance(second.spec, Spec)
+    assert second.spec.isa == 90
+    draws = batch > 1
+    assert second.shape[0] == (132 if draws else 4 * -(-500 // second.spec.block_m))
+    _, counter = gpu.made[-2:]
+    assert [x.params["next_tile"] for x in (first, second)] == (
+        [gpu.made[1].ptr, counter.ptr] if draws else [0, 0]
+    )
+    assert gpu.cleared == ([(gpu.made[1].ptr, 0), (counter.ptr, 1)] if draws else [])
+    assert (counter.shape, counter.dtype) == ((1,), "fp32") or not draws
+    assert second.params["o"] == out.ptr
+    maps = [second.params[name] for name in launch.FORWARD_TMA.maps]
+    assert maps == [encoded(x.ptr) for x in (q, k, v)]
 
 
 def test_an_int_is_a_number_of_the_call(gpu: FakeGpu) -> None:

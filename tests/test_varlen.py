@@ -40,12 +40,28 @@ MIXED: dict[str, Any] = {
     "lengths_q": (0, 5, 0, 130, 70, 1),
     "lengths_k": (7, 0, 0, 129, 33, 200),
 }
+UNEQUAL: dict[str, Any] = {
+    "lengths_q": (1, 1000, 0, 64, 300, 1, 129, 0, 500),
+    "lengths_k": (90, 1000, 40, 64, 20, 1, 400, 0, 500),
+}
 SHORT: dict[str, Any] = {"lengths_q": (33, 0, 65), "lengths_k": (70, 9, 40)}
 
 
 @on_all
 @calls(*(VarlenCall(head_dim=d, dtype="bf16", causal=True, **SHORT) for d in HEAD_DIMS))
 def test_head_dims(backend: Backend, call: VarlenCall) -> None:
+    run(backend, call)
+
+
+@on_two
+@calls(
+    *(
+        VarlenCall(head_dim=d, heads=8, causal=causal, tail=tail, **UNEQUAL)
+        for d, causal, tail in ((64, False, 0), (128, True, 0), (128, False, 300), (256, True, 9))
+    )
+)
+def test_more_tiles_than_multiprocessors(backend: Backend, call: VarlenCall) -> None:
+    """CTAs that stay draw them."""
     run(backend, call)
 
 

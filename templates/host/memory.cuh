@@ -223,7 +223,7 @@ inline const char* refusal(const Buffer& buffer, const unsigned char* states, in
     if (buffer.access == kRead) return "write to an input";
     return buffer.access == kWrite && any(kWritten) ? "output written twice" : nullptr;
   }
-  if (buffer.access != kRead) return "read of an output";
+  if (buffer.access == kWrite || buffer.access == kRewrite) return "read of an output";
   return any(kEmpty) ? "read of global memory that nobody wrote" : nullptr;
 }
 

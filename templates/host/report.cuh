@@ -22,6 +22,7 @@ enum Access : uint64 {
   kRead,
   kWrite,    // each byte at most once
   kRewrite,  // any number of times
+  kUpdate,   // and to be read
 };
 
 /// A tensor in global memory: the bytes that the kernel may touch.

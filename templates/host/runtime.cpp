@@ -84,6 +84,14 @@ void store_global(const char* instruction, void* target, const void* value, int 
   }
 }
 
+int atomic_add(int* target, int value, Site site) {
+  const uint16 index = worker->count("atom.add", site);
+  const bool usable = worker->aligned(target, sizeof(int), index) &&
+                      worker->touch_global(target, sizeof(int), false, index) &&
+                      worker->touch_global(target, sizeof(int), true, index);
+  return usable ? __atomic_fetch_add(target, value, __ATOMIC_RELAXED) : 0;
+}
+
 void copy_async(const char* instruction, uint32 address, int bytes, const void* source,
                 int source_bytes, Site site) {
   worker->copy_async(address, bytes, source, source_bytes, worker->count(instruction, site));

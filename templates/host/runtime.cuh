@@ -55,6 +55,7 @@ void load_shared(const char* instruction, void* value, uint32 address, int bytes
 void store_shared(const char* instruction, uint32 address, const void* value, int bytes, Site site);
 void load_global(const char* instruction, void* value, const void* source, int bytes, Site site);
 void store_global(const char* instruction, void* target, const void* value, int bytes, Site site);
+int atomic_add(int* target, int value, Site site);
 
 /// cp.async: `bytes` to shared memory, those from `source_bytes` on zero, at the wait that covers
 /// them.

@@ -8,6 +8,7 @@
 
 #include "../sm80/copy.cuh"
 #include "ptx.cuh"
+#include "tiles.cuh"
 
 constexpr uint32 kTileAlignment = 1024;  // of the widest swizzle pattern
 constexpr int kMbarrierBytes = 8;
@@ -111,8 +112,7 @@ __device__ __forceinline__ void load_tile(uint32 tile_smem, const TensorMap& map
   }
 }
 
-/// The producer: one thread finds the CTA's tiles, every params.blocks-th couple, and copies Q, K
-/// and V as buffers become free.
+/// The producer: one thread finds the CTA's tiles, and copies Q, K and V as buffers become free.
 struct Producer {
   const Params& params;
   const SharedMemory& smem;
@@ -167,25 +167,20 @@ struct Producer {
   }
 
   __device__ __forceinline__ void run() {
-    const int couples = (count_m_tiles(params) + kCouple - 1) / kCouple;
-    const int end = params.pairs * couples;
+    Tiles tiles(params);
 #pragma unroll 1
-    for (int couple = block_index(); couple < end; couple += params.blocks) {
+    for (TilePlace tile = tiles.next(); tile.pair >= 0; tile = tiles.next()) {
+      const Block block = locate_block(params, tile, 0);
+      int n = block.n_end - 1;
+      // K first: its buffers are free before Q's is.
+      if (n >= block.n_begin) load_k(block, n);
+      load_q(block);
 #pragma unroll 1
-      for (int i = 0; i < kCouple; ++i) {
-        const Block block = locate_block(params, couple * kCouple + i);
-        if (row_position(params, block.m_begin) >= block.q_slots) continue;
-        int n = block.n_end - 1;
-        // K first: its buffers are free before Q's is.
-        if (n >= block.n_begin) load_k(block, n);
-        load_q(block);
-#pragma unroll 1
-        for (; n > block.n_begin; --n) {
-          load_k(block, n - 1);
-          load_v(block, n);
-        }
-        if (n == block.n_begin) load_v(block, n);
+      for (; n > block.n_begin; --n) {
+        load_k(block, n - 1);
+        load_v(block, n);
       }
+      if (n == block.n_begin) load_v(block, n);
     }
     Block stop = {};
     stop.batch = kNoBatch;

@@ -10,6 +10,16 @@ __device__ __forceinline__ int warp_uniform(int value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
+/// Adds to a number in global memory, which other CTAs add to too; returns what it was.
+__device__ __forceinline__ int atomic_add(int* target_gmem, int value) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(target_gmem), "r"(value)
+               : "memory");
+  return before;
+}
+
 /// Gives registers back to the CTA's pool, down to kRegisters a thread. All warps of a warpgroup.
 template <int kRegisters>
 __device__ __forceinline__ void release_registers() {

@@ -8,6 +8,10 @@ __device__ __forceinline__ int warp_uniform(int value, Site site = Site::here())
   return shuffle_index(value, 0, site);
 }
 
+__device__ __forceinline__ int atomic_add(int* target_gmem, int value, Site site = Site::here()) {
+  return host::atomic_add(target_gmem, value, site);
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void release_registers(Site site = Site::here()) {
   host::RegisterCount operands = {kRegisters, false};
