@@ -110,7 +110,7 @@ def variant(problem: Problem, device: Device, table: Table) -> Spec:
     p = problem
     prescale = p.softcap > 0 or p.alibi or not LEAST_SCALE <= p.softmax_scale < GREAT_SCALE
     narrow = prescale or (table is not HOPPER and (p.mask == "window" or p.align < WIDEST_LOAD))
-    chosen = tile(max(p.head_dim, p.head_dim_v), device, narrow, table)
+    chosen = tile(max(p.head_dim, p.head_dim_v), device, narrow, table, p.mask != "full")
     own = table is FEW or table is SOME
     isa = 90 if table is HOPPER else 80 if device.major >= 8 else 75
     # Lengths that a device array may say, or of packed rows, are taken as uneven.
@@ -158,8 +158,13 @@ def grid(spec: Spec, problem: Problem, device: Device, splits: int = 1) -> Grid:
             f" CUDA launches at most {MAX_BLOCKS}"
         )
     if spec.isa == 90:
-        draws = spec.ragged and blocks > device.sm_count
-        return Grid(min(blocks, device.sm_count), spec.threads, spec.shared_bytes, draws=draws)
+        return Grid(
+            min(blocks, device.sm_count),
+            spec.threads,
+            spec.shared_bytes,
+            section(problem, device),
+            draws=blocks > device.sm_count,
+        )
     pairs = section(problem, device)
     if spec.pack_gqa:
         pairs = max(1, pairs // group)

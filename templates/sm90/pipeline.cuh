@@ -118,8 +118,7 @@ struct Producer {
   const SharedMemory& smem;
   RingPlace<kQueryStages> q;
   RingPlace<kPlaces> place;
-  RingPlace<kStages> k;
-  RingPlace<kStages> v;
+  RingPlace<kStages> ring;  // of V; K is up to one key tile ahead
 
   __device__ __forceinline__ Producer(const Params& params, const SharedMemory& smem)
       : params(params), smem(smem) {
@@ -130,18 +129,19 @@ struct Producer {
 
   // A ring's first round finds its buffers empty: the phase before the first counts as done.
 
-  __device__ __forceinline__ void load_k(const Block& block, int n) {
-    mbarrier_wait(smem.k_empty(k.stage), k.round ^ 1);
-    load_tile<KeyTile>(smem.k + k.stage * KeyTile::kBytes, params.k_map, smem.k_full(k.stage),
+  __device__ __forceinline__ void load_k(const Block& block, int n, const RingPlace<kStages>& at) {
+    mbarrier_wait(smem.k_empty(at.stage), at.round ^ 1);
+    load_tile<KeyTile>(smem.k + at.stage * KeyTile::kBytes, params.k_map, smem.k_full(at.stage),
                        block.head_k, block.k_begin + n * kBlockN, k_batch(block));
-    k.advance();
   }
 
+  /// The last tile whose K was loaded.
   __device__ __forceinline__ void load_v(const Block& block, int n) {
-    mbarrier_wait(smem.v_empty(v.stage), v.round ^ 1);
-    load_tile<ValueTile>(smem.v + v.stage * ValueTile::kBytes, params.v_map, smem.v_full(v.stage),
-                         block.head_k, block.k_begin + n * kBlockN, k_batch(block));
-    v.advance();
+    mbarrier_wait(smem.v_empty(ring.stage), ring.round ^ 1);
+    load_tile<ValueTile>(smem.v + ring.stage * ValueTile::kBytes, params.v_map,
+                         smem.v_full(ring.stage), block.head_k, block.k_begin + n * kBlockN,
+                         k_batch(block));
+    ring.advance();
   }
 
   /// Hands a tile to the consumers, with Q if it sees any key.
@@ -169,15 +169,19 @@ struct Producer {
   __device__ __forceinline__ void run() {
     Tiles tiles(params);
 #pragma unroll 1
-    for (TilePlace tile = tiles.next(); tile.pair >= 0; tile = tiles.next()) {
+    for (TilePlace tile = tiles.place(); tile.pair >= 0; tile = tiles.place()) {
       const Block block = locate_block(params, tile, 0);
       int n = block.n_end - 1;
       // K first: its buffers are free before Q's is.
-      if (n >= block.n_begin) load_k(block, n);
+      if (n >= block.n_begin) load_k(block, n, ring);
       load_q(block);
+      if (n <= block.n_begin) tiles.draw();
 #pragma unroll 1
       for (; n > block.n_begin; --n) {
-        load_k(block, n - 1);
+        if (n == block.n_begin + 1) tiles.draw();
+        RingPlace<kStages> next = ring;
+        next.advance();
+        load_k(block, n - 1, next);
         load_v(block, n);
       }
       if (n == block.n_begin) load_v(block, n);
