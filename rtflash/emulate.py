@@ -107,7 +107,7 @@ def run_variant(
     problem, tensors, cache_seqlen : as `cpu.run` takes them.
     splits : of the keys; with Spec.split.
     section : (batch, head) pairs of a section of the tile order, see block.cuh.
-    blocks : CTAs that share the tiles, of isa 90; 0 = as many as on a GPU.
+    blocks : CTAs that draw the tiles, of isa 90; 0 = as many as on a GPU.
     seed, workers, templates : see How.
     check : whether a finding raises.
 
@@ -120,7 +120,7 @@ def run_variant(
     """
     grid = select.grid(spec, problem, device.for_arch(ARCH), splits)._replace(section=section)
     if blocks and spec.isa == 90:
-        grid = grid._replace(blocks=min(blocks, grid.blocks), draws=spec.ragged)
+        grid = grid._replace(blocks=min(blocks, grid.blocks), draws=True)
     how = How(seed, workers, templates)
     return attend(spec, grid, problem, tensors, cache_seqlen, how, check)
 
@@ -200,15 +200,16 @@ def attend(
         written = {name: output((grid.splits, *shapes[name]), np.float32) for name in shapes}
     o, sums = written.values()
     values = launch.forward_head(views, o.view.ptr, sums.view.ptr, *lengths)
-    counter = Guarded(np.zeros(1, np.int32))
+    counter = Guarded(np.zeros(1, np.int32)) if grid.draws else None
     if spec.isa == 90:
-        maps, next_tile = emulated_maps(spec, views), counter.view.ptr if grid.draws else 0
-        head = launch.FORWARD_TMA_HEAD.pack(*maps, next_tile, *values)
+        next_tile = 0 if counter is None else counter.view.ptr
+        head = launch.FORWARD_TMA_HEAD.pack(*emulated_maps(spec, views), next_tile, *values)
     else:
         head = launch.FORWARD_HEAD.pack(*values)
     params = head + launch.forward_scalars(p, grid, spec.pack_gqa, views)
     uses = inputs(launch.FORWARD, given) | {name: (x, WRITE) for name, x in written.items()}
-    uses["next_tile"] = counter, UPDATE
+    if counter is not None:
+        uses["next_tile"] = counter, UPDATE
     outcomes.append(start(spec, grid, params, uses, how))
     if spec.split and grid.blocks > 0:
         call = select.splits_combine(p, grid.splits)

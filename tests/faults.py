@@ -943,14 +943,14 @@ FAULTS = (
     Fault(
         "K copied before its buffer is free",
         GROUPS_PIPELINE,
-        "    mbarrier_wait(smem.k_empty(k.stage), k.round ^ 1);\n",
+        "    mbarrier_wait(smem.k_empty(at.stage), at.round ^ 1);\n",
         "",
         "groups",
     ),
     Fault(
         "V copied before its buffer is free",
         GROUPS_PIPELINE,
-        "    mbarrier_wait(smem.v_empty(v.stage), v.round ^ 1);\n",
+        "    mbarrier_wait(smem.v_empty(ring.stage), ring.round ^ 1);\n",
         "",
         "groups",
     ),
@@ -964,8 +964,8 @@ FAULTS = (
     Fault(
         "a ring's first round finds no empty buffer",
         GROUPS_PIPELINE,
-        "k.round ^ 1",
-        "k.round",
+        "at.round ^ 1",
+        "at.round",
         "groups",
     ),
     Fault("a ring stays in its round", GROUPS_PIPELINE, "      round ^= 1;\n", "", "groups"),
