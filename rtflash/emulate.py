@@ -203,10 +203,10 @@ def attend(
     counter = Guarded(np.zeros(1, np.int32)) if grid.draws else None
     if spec.isa == 90:
         next_tile = 0 if counter is None else counter.view.ptr
-        head = launch.FORWARD_TMA_HEAD.pack(*emulated_maps(spec, views), next_tile, *values)
+        head = launch.FORWARD_TMA_HEAD.pack(*emulated_maps(spec, p, views), next_tile, *values)
     else:
         head = launch.FORWARD_HEAD.pack(*values)
-    params = head + launch.forward_scalars(p, grid, spec.pack_gqa, views)
+    params = head + launch.forward_scalars(p, grid, spec, views)
     uses = inputs(launch.FORWARD, given) | {name: (x, WRITE) for name, x in written.items()}
     if counter is not None:
         uses["next_tile"] = counter, UPDATE
@@ -223,9 +223,9 @@ def attend(
     return report
 
 
-def emulated_maps(spec: Spec, views: Tensors) -> list[bytes]:
+def emulated_maps(spec: Spec, problem: Problem, views: Tensors) -> list[bytes]:
     """The tensor maps of q, k and v, as the host target reads them."""
-    maps = tensor_map.maps(spec.block_m, spec.block_n, *views[:3])
+    maps = tensor_map.maps(spec, problem.heads // problem.heads_k, *views[:3])
     return [
         guarded.tensor_map(view.ptr, x.dims, x.strides, x.box, x.swizzle)
         for view, x in zip(views[:3], maps, strict=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from . import tensor_map
 from .problem import Combine, Problem, Tensors
+from .spec import Spec
 from .tensor import View
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ FORWARD = Layout(
     ),
     (
         "heads", "group", "pairs", "section", "splits", "blocks", "window_left", "window_right", "total_q", "k_rows",
-        "k_batch", "page_size", "pages", "seqlen_new", "positions", "rotary_half", "rotate_by_row",
+        "k_batch", "page_size", "pages", "box_rows", "seqlen_new", "positions", "rotary_half", "rotate_by_row",
     ),
     ("score_scale", "softcap_log2"),
 )  # fmt: skip
@@ -127,11 +128,8 @@ COUNTER_BYTES = 4  # of Params.next_tile
 LOG2_E = math.log2(math.e)
 
 
-def forward_scalars(problem: Problem, grid: Grid, packed_rows: bool, tensors: Tensors) -> bytes:
-    """Everything of the forward's Params but its head; the output, partial or not, is row-major.
-
-    `packed_rows`: Spec.pack_gqa.
-    """
+def forward_scalars(problem: Problem, grid: Grid, spec: Spec, tensors: Tensors) -> bytes:
+    """Everything of the forward's Params but its head; the output, partial or not, is row-major."""
     p, q, k, v = problem, tensors.q, tensors.k, tensors.v
     rows, out_row = math.prod(p.out_shape[:-2]), p.heads * p.head_dim_v
     is_packed = p.total_q >= 0
@@ -156,7 +154,7 @@ def forward_scalars(problem: Problem, grid: Grid, packed_rows: bool, tensors: Te
         table_stride(tensors),
         p.heads,
         p.heads // p.heads_k,
-        p.batch * (p.heads_k if packed_rows else p.heads),
+        p.batch * (p.heads_k if spec.pack_gqa else p.heads),
         grid.section,
         grid.splits,
         grid.blocks,
@@ -167,6 +165,7 @@ def forward_scalars(problem: Problem, grid: Grid, packed_rows: bool, tensors: Te
         p.cache_batch,
         max(p.page_size, 1),
         p.pages,
+        tensor_map.box_rows(spec, p.page_size),
         p.seqlen_new,
         p.positions,
         p.rotary_dim // 2,

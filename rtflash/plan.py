@@ -95,7 +95,7 @@ def make(
     maps: tuple[TensorMap, ...] = ()
     mapped: Callable[[Sequence[int]], tuple[int, ...]] = tuple
     if spec.isa == 90:
-        maps = tensor_map.maps(spec.block_m, spec.block_n, *tensors[:3])
+        maps = tensor_map.maps(spec, call.heads // call.heads_k, *tensors[:3])
         mapped = picker([view.ptr for view in marked[:3]], shifts, first)
     elements = 1 if grid.draws else 0  # of four bytes
     if spec.split:
@@ -127,7 +127,7 @@ def forward_launches(
     call: Problem, spec: Spec, grid: select.Grid, tensors: Tensors, marked: Tensors
 ) -> list[Launch]:
     """The forward, and after a split one the merge of what it writes into the workspace."""
-    scalars = launch.forward_scalars(call, grid, spec.pack_gqa, tensors)
+    scalars = launch.forward_scalars(call, grid, spec, tensors)
     if spec.isa == 90:
         counter = WORKSPACE * MARK if grid.draws else 0
         head = (*MAP_MARKS, counter, *launch.forward_head(marked, *OUTPUTS, *LENGTHS))

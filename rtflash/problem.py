@@ -103,6 +103,7 @@ class Problem:
         / 2).
     rotary_dim, positions : columns that are rotated, rows of the tables.
     num_splits : parts of the keys that are computed apart and merged: 1 = off, 2..256, 0 = a heuristic decides.
+    leftpad : whether slots before a sequence's first key are left out.
     max_seqlen_q : of packed q, what the caller says that no sequence exceeds; seqlen_q is at least 1 all the same, and
         no more than total_q.
     """
@@ -134,6 +135,7 @@ class Problem:
     rotary_dim: int = 0
     positions: int = 0
     num_splits: int = 0
+    leftpad: bool = False
     max_seqlen_q: int = -1
 
     @property
@@ -201,6 +203,7 @@ def describe(tensors: Tensors, given: Options, **sizes: Any) -> Problem:
         alibi=tensors.alibi_slopes is not None,
         align=alignment(q, k, v),
         boxes=all(map(tensor_map.fits, (q, k, v))),
+        leftpad=tensors.leftpad_k is not None,
         num_splits=given.splits,
         **sizes,
     )

@@ -21,6 +21,7 @@ LEAST_SCALE = 2.0**-125
 # 2^12.)
 GREAT_SCALE = 2.0**16
 WIDEST_LOAD = max(ALIGNMENTS)
+BOX_UNIT = 8  # rows of a box of TMA's: of one swizzle pattern
 MAX_BLOCKS = 2**31 - 1  # CUDA's limit of gridDim.x
 # A grid that fills so much of the GPU is not split, and neither does a split pay that leaves a part fewer keys than
 # this. (FlashAttention-2's num_splits_heuristic; its 0.85 for NEARLY_BEST measured 7 % slower, H200, batch 1.)
@@ -62,8 +63,10 @@ def why_not_hopper(problem: Problem, device: Device) -> str | None:
     """None where the kernel for Hopper serves calls with many queries, else the reason as one sentence."""
     if not is_hopper(device):
         return f"{device.name} is no Hopper: it has no wgmma."
-    if problem.page_size or problem.rotary != "none":
-        return "Pages and rotated queries cannot be copied by TMA."
+    if problem.page_size % BOX_UNIT:
+        return f"TMA copies pages by whole {BOX_UNIT} slots."
+    if problem.page_size and problem.leftpad:
+        return "TMA copies pages from their first slot on, wherever a sequence begins."
     if problem.align < WIDEST_LOAD or not problem.boxes:
         return "TMA copies only from addresses and by strides in whole 16 bytes above 0, and no empty tensor."
     if -(-problem.seqlen_q // 64) * problem.batch * problem.heads > MAX_BLOCKS // 4:
@@ -87,19 +90,8 @@ def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
             f"q is bf16 on {device.name} (sm_{device.major}{device.minor}); bf16 needs sm_80, use fp16"
         )
     table = table_of(problem, device)
-    if table is TILES and problem.num_splits != 1:
-        splits = split_count(problem, variant(problem, device, SOME), device)
-        main = grid(variant(problem, device, TILES), problem, device)
-        if splits > 1 and (problem.num_splits or not is_full(main.blocks, device, 1)):
-            table = SOME
-    if table is TILES:
-        reason = why_not_hopper(problem, device)
-        if reason is None:
-            table = HOPPER
-        elif is_hopper(device):
-            settings.logger().info("not the kernel for Hopper: %s", reason)
     spec = variant(problem, device, table)
-    splits = 1 if table in (TILES, HOPPER) else split_count(problem, spec, device)
+    splits = 1 if table is TILES else split_count(problem, spec, device)
     if splits > 1:
         spec = as_split(spec)
     return spec, grid(spec, problem, device, splits)
@@ -109,20 +101,31 @@ def variant(problem: Problem, device: Device, table: Table) -> Spec:
     """The variant, unsplit, that a table has for a call."""
     p = problem
     prescale = p.softcap > 0 or p.alibi or not LEAST_SCALE <= p.softmax_scale < GREAT_SCALE
-    narrow = prescale or (table is not HOPPER and (p.mask == "window" or p.align < WIDEST_LOAD))
-    chosen = tile(max(p.head_dim, p.head_dim_v), device, narrow, table, p.mask != "full")
-    own = table is FEW or table is SOME
+    dim, masked = max(p.head_dim, p.head_dim_v), p.mask != "full"
+    if table is HOPPER:
+        pack = can_pack(p, tile(dim, device, True, table, masked))
+        narrow = prescale or pack or p.page_size > 0
+    else:
+        pack = table is not TILES
+        narrow = prescale or p.mask == "window" or p.align < WIDEST_LOAD
+    chosen = tile(dim, device, narrow, table, masked)
     isa = 90 if table is HOPPER else 80 if device.major >= 8 else 75
     # Lengths that a device array may say, or of packed rows, are taken as uneven.
-    even = not (own or p.ragged or p.cache_batch or p.page_size)
+    even = not (pack or p.ragged or p.cache_batch or p.page_size)
     # What a single query sees ends with the last key under any right bound.
-    full = own and p.seqlen_q == 1 and p.window_left < 0
-    even_m = even and p.seqlen_q % chosen.block_m == 0
+    full = pack and p.seqlen_q == 1 and p.window_left < 0
+    even_m = even and isa != 90 and p.seqlen_q % chosen.block_m == 0
     even_n = even and p.seqlen_k % chosen.block_n == 0
     return make_spec(
         p.dtype, p.head_dim, p.head_dim_v, chosen, isa, "full" if full else p.mask,
-        p.softcap > 0, p.alibi, prescale, even_m, even_n, p.align, own, p.ragged, p.page_size > 0, p.rotary,
+        p.softcap > 0, p.alibi, prescale, even_m, even_n, p.align, pack, p.ragged, p.page_size > 0, p.rotary,
     )  # fmt: skip
+
+
+def can_pack(problem: Problem, tile: Tile) -> bool:
+    """Whether tiles that one head does not fill hold the same positions of all heads of a group."""
+    group = problem.heads // problem.heads_k
+    return group > 1 and problem.seqlen_q < tile.block_m and tile.block_m % group == 0
 
 
 @functools.lru_cache(4096)
@@ -147,48 +150,58 @@ def grid(spec: Spec, problem: Problem, device: Device, splits: int = 1) -> Grid:
     ValueError
         It would have more CTAs than CUDA launches.
     """
-    group = problem.heads // problem.heads_k
-    rows, heads = problem.seqlen_q, problem.heads
-    if spec.pack_gqa:
-        rows, heads = rows * group, problem.heads_k
-    blocks = -(-rows // spec.block_m) * problem.batch * heads * splits
+    blocks = query_tiles(spec, problem) * splits
+    rows = problem.seqlen_q * (problem.heads // problem.heads_k if spec.pack_gqa else 1)
     if blocks > MAX_BLOCKS or rows > MAX_BLOCKS:
         raise ValueError(
             f"batch {problem.batch} x heads {problem.heads} x seqlen_q {problem.seqlen_q} makes {blocks} CTAs;"
             f" CUDA launches at most {MAX_BLOCKS}"
         )
-    if spec.isa == 90:
-        return Grid(
-            min(blocks, device.sm_count),
-            spec.threads,
-            spec.shared_bytes,
-            section(problem, device),
-            draws=blocks > device.sm_count,
-        )
     pairs = section(problem, device)
     if spec.pack_gqa:
-        pairs = max(1, pairs // group)
-    return Grid(blocks, spec.threads, spec.shared_bytes, pairs, splits)
+        pairs = max(1, pairs // (problem.heads // problem.heads_k))
+    most = device.sm_count if spec.isa == 90 else blocks
+    return Grid(
+        min(blocks, most), spec.threads, spec.shared_bytes, pairs, splits, draws=blocks > most
+    )
+
+
+def query_tiles(spec: Spec, problem: Problem) -> int:
+    """Tiles of query rows of all heads and sequences, the longest that one can be."""
+    rows, heads = problem.seqlen_q, problem.heads
+    if spec.pack_gqa:
+        rows, heads = rows * (heads // problem.heads_k), problem.heads_k
+    return -(-rows // spec.block_m) * problem.batch * heads
 
 
 @functools.lru_cache(4096)
 def as_split(spec: Spec) -> Spec:
     """The variant that writes partial results."""
-    return dataclasses.replace(spec, split=True)
+    return dataclasses.replace(spec, split=True, even_m=False, even_n=False)
 
 
 def table_of(problem: Problem, device: Device) -> Table:
-    """The table whose tiles suit a call's rows."""
+    """The table whose tiles suit a call."""
     rows = problem.seqlen_q * (problem.heads // problem.heads_k)
     if rows <= FEW_ROWS:
         return FEW
-    if rows <= SOME_ROWS or problem.page_size or problem.rotary != "none":
+    if rows <= SOME_ROWS:
+        return SOME
+    reason = why_not_hopper(problem, device)
+    if reason is None:
+        return HOPPER
+    if is_hopper(device):
+        settings.logger().info("not the kernel for Hopper: %s", reason)
+    if problem.page_size or problem.rotary != "none":
         return SOME
     main, packed = (variant(problem, device, table) for table in (TILES, SOME))
-    if problem.seqlen_q >= main.block_m:
-        return TILES
     better = filled(problem.seqlen_q, main) < PACKED_SPEED * filled(rows, packed)
-    return SOME if better else TILES
+    if problem.seqlen_q < main.block_m and better:
+        return SOME
+    if problem.num_splits != 1 and split_count(problem, packed, device) > 1:
+        full = is_full(query_tiles(main, problem), device, 1)
+        return SOME if problem.num_splits or not full else TILES
+    return TILES
 
 
 def filled(rows: int, spec: Spec) -> float:
@@ -208,7 +221,7 @@ def split_count(problem: Problem, spec: Spec, device: Device) -> int:
     """
     if problem.num_splits:
         return problem.num_splits
-    tiles = grid(spec, problem, device).blocks
+    tiles = query_tiles(spec, problem)
     slots = device.sm_count * spec.blocks_per_sm
     keys = problem.seqlen_k
     if problem.window_left >= 0:
@@ -291,15 +304,19 @@ def section(problem: Problem, device: Device) -> int:
 
 
 def variants(spec: Spec) -> list[Spec]:
-    """The variants of a kernel that lengths choose among: each length even or not; of packed rows split or not."""
-    if spec.pack_gqa:
-        return [dataclasses.replace(spec, split=split) for split in (False, True)]
-    if spec.ragged:
-        return [spec]
-    return [
-        dataclasses.replace(spec, even_m=even_m, even_n=even_n)
-        for even_m, even_n in itertools.product((True, False), repeat=2)
+    """The variants of a kernel that lengths choose among: each length even or not, split or not.
+
+    Rows that are packed, or whose lengths lie on the device, are uneven; isa 90 gains nothing by an even seqlen_q, and
+    the other tables with unpacked rows are not split.
+    """
+    either = (True, False)
+    uneven = spec.pack_gqa or spec.ragged
+    evens = itertools.product((False,) if spec.isa == 90 else either, either)
+    found = [
+        dataclasses.replace(spec, even_m=even_m, even_n=even_n, split=False)
+        for even_m, even_n in (((False, False),) if uneven else evens)
     ]
+    return [*found, as_split(spec)] if spec.pack_gqa or spec.isa == 90 else found
 
 
 def every_variant(problem: Problem, device: Device) -> list[Spec | CombineSpec | AppendSpec]:
@@ -308,11 +325,13 @@ def every_variant(problem: Problem, device: Device) -> list[Spec | CombineSpec |
     # Beside Hopper's kernel the other one, for tensors that TMA cannot copy.
     hopper = why_not_hopper(problem, device) is None
     tables = (FEW, SOME, TILES, *((HOPPER,) if hopper else ()))
-    one, many = (dataclasses.replace(problem, seqlen_q=n) for n in (1, 2))
+    one, many, more = (dataclasses.replace(problem, seqlen_q=n) for n in (1, 2, 1024))
     for table in tables:
         if table is TILES and (problem.page_size or problem.rotary != "none"):
             continue
-        for call in (many, one) if table in (FEW, SOME) else (many,):
+        for call in (
+            (more,) if table is TILES else (many, one, more) if table is HOPPER else (many, one)
+        ):
             specs.update(dict.fromkeys(variants(variant(call, device, table))))
     specs[combine(splits_combine(problem, 2), True)[0]] = None
     if problem.seqlen_new:
@@ -338,9 +357,7 @@ def table_specs(device: Device) -> list[Spec]:
             for dtype in ("fp16", "bf16") if device.major >= 8 else ("fp16",):
                 for mask, features in TABLE_FEATURES:
                     call = table_problem(head_dim, dtype, mask, features)
-                    for places in (
-                        ({}, PACKED) if table in (TILES, HOPPER) else ({}, PACKED, PAGED, APPENDED)
-                    ):
+                    for places in PLACES[: 2 if table is TILES else None if table is HOPPER else 4]:
                         found = variant(dataclasses.replace(call, **places), device, table)
                         specs.update(dict.fromkeys([found] if features else variants(found)))
     return list(specs)
@@ -350,6 +367,8 @@ def table_specs(device: Device) -> list[Spec]:
 PACKED: dict[str, Any] = {"ragged": True}
 PAGED: dict[str, Any] = {"ragged": True, "page_size": 16}
 APPENDED: dict[str, Any] = {"ragged": True, "page_size": 16, "rotary": "halves"}
+GROUPED: dict[str, Any] = {"heads": 8}
+PLACES: tuple[dict[str, Any], ...] = ({}, PACKED, PAGED, APPENDED, GROUPED)
 
 
 def table_problem(head_dim: int, dtype: str, mask: str, features: dict[str, float]) -> Problem:

@@ -142,9 +142,6 @@ class Spec:
             require(self.key_warps == 1, "key_warps", "1 for isa 90")
             require(self.blocks_per_sm == 1, "blocks_per_sm", "1 for isa 90")
             require(self.align == 16, "align", "16 for isa 90: TMA copies no less")
-            require(self.rotary == "none", "rotary", "none for isa 90: TMA rotates nothing")
-            for flag in ("pack_gqa", "split", "paged"):
-                require(not getattr(self, flag), flag, "False for isa 90")
         else:
             require(self.warps in (2, 4, 8, 16), "warps", "2, 4, 8 or 16")
         require(self.key_warps in (1, self.warps), "key_warps", f"1 or {self.warps}")
@@ -247,7 +244,7 @@ class Spec:
     def extra_bytes(self, q_stages: int) -> int:
         """Shared memory of isa 90 beside the tiles: their alignment, places of query tiles, two barriers a buffer."""
         buffers = q_stages + 2 * self.stages
-        return TILE_ALIGNMENT + (q_stages + 1) * PLACE_BYTES + 2 * buffers * MBARRIER_BYTES
+        return TILE_ALIGNMENT + (q_stages + 2) * PLACE_BYTES + 2 * buffers * MBARRIER_BYTES
 
     @property
     def out_align(self) -> int:

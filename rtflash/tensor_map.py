@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import sys
 from typing import Any
 
-from .spec import ELEMENT_BYTES, slab_columns
+from .spec import ELEMENT_BYTES, Spec, slab_columns
 from .tensor import View
 
 BYTES = 128
@@ -41,7 +42,7 @@ def fits(view: View) -> bool:
 
 
 class TensorMap:
-    """The map of (..., rows, heads, columns) in boxes of `rows` rows of one head and a slab of columns.
+    """The map of (..., rows, heads, columns) in boxes of `rows` rows of `heads` heads and a slab of columns.
 
     Attributes
     ----------
@@ -50,10 +51,10 @@ class TensorMap:
     swizzle : bytes of a row of a slab, which is a row of the swizzle's pattern.
     """
 
-    def __init__(self, view: View, rows: int) -> None:
-        *batches, length, heads, columns = view.shape
+    def __init__(self, view: View, rows: int, heads: int = 1) -> None:
+        *batches, length, all_heads, columns = view.shape
         self.dtype = view.dtype
-        self.dims = (columns, heads, length, *(batches or (1,)))
+        self.dims = (columns, all_heads, length, *(batches or (1,)))
         steps = (view.strides[-2], view.strides[-3], *(view.strides[:-3] or (0,)))
         # An axis of one element has a stride that nobody uses, but that must be one.
         self.strides = tuple(
@@ -61,7 +62,7 @@ class TensorMap:
             for size, step in zip(self.dims[1:], steps, strict=True)
         )
         slab = slab_columns(columns)
-        self.box = (slab, 1, rows, 1)
+        self.box = (slab, heads, rows, 1)
         self.swizzle = slab * ELEMENT_BYTES
         self._encoded: dict[int, bytes] = {}
 
@@ -105,9 +106,16 @@ class TensorMap:
         return memory.raw[place : place + BYTES]
 
 
-def maps(q_rows: int, k_rows: int, q: View, k: View, v: View) -> tuple[TensorMap, ...]:
-    """The maps of q in boxes of `q_rows` rows, and of k and v in boxes of `k_rows`."""
-    return TensorMap(q, q_rows), TensorMap(k, k_rows), TensorMap(v, k_rows)
+def maps(spec: Spec, group: int, q: View, k: View, v: View) -> tuple[TensorMap, ...]:
+    """The maps of q, k and v; `group`: query heads of a key head, which with pack_gqa make a tile's rows together."""
+    heads = group if spec.pack_gqa else 1
+    rows = box_rows(spec, k.shape[-3])
+    return TensorMap(q, spec.block_m // heads, heads), TensorMap(k, rows), TensorMap(v, rows)
+
+
+def box_rows(spec: Spec, page_size: int) -> int:
+    """Rows of a box of keys: of a tile, or those that divide tiles and pages alike."""
+    return math.gcd(spec.block_n, page_size) if spec.paged else spec.block_n
 
 
 @functools.cache

@@ -90,7 +90,6 @@ constexpr int kWarpgroupThreads = 128;
 constexpr int kConsumers = kWarps / 4;
 constexpr int kQueryStages = ${q_stages};  // buffers of Q
 constexpr int kSharedBytes = ${shared_bytes};
-static_assert(!kPackGqa && !kSplit && !kPaged && kRotary == RotaryKind::none, "TMA copies no such");
 static_assert(kThreads == (kConsumers + 1) * kWarpgroupThreads, "one warpgroup more, to load");
 
 // wgmma names each register of an accumulator: S is m64 x kBlockN, O m64 x 8 kMmaV. Operands behind

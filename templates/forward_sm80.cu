@@ -8,7 +8,7 @@
 // rows (decoding) the warps split the keys instead, and add their results up at the end.
 #include "block.cuh"
 #include "mask.cuh"
-#include "rotary.cuh"
+#include "query.cuh"
 #include "score.cuh"
 //% if key_warps == 1
 #include "epilogue.cuh"
@@ -18,54 +18,11 @@
 #include "sm80/ring.cuh"
 //% endif
 
-/// Row `row` of the CTA's query tile in global memory.
-__device__ __forceinline__ const Element* query_row(const Params& params, const Block& block,
-                                                    int row) {
-  const Strides& strides = params.q_strides;
-  const int position = row_position(params, block.m_begin + row);
-  const int head = block.head + (kPackGqa ? block.m_begin + row - position * params.group : 0);
-  return params.q + block.batch * strides.batch + head * strides.head +
-         static_cast<int64>(block.q_begin + position) * strides.row;
-}
-
-/// Copies the CTA's query tile rotated. Without a causal mask or a window all queries stand at the
-/// position of the first new key. (FlashAttention's rule.)
-__device__ __forceinline__ void copy_rotated_query(const Params& params, const Block& block,
-                                                   uint32 q_smem, int thread) {
-  const ThreadCopy<QueryTile, kBlockM, kHeadDim> copy(thread);
-  const int* used = params.sequences.seqused_k;
-  const int cached =
-      used != nullptr ? load_int(used, block.batch) : params.seqlen_k - params.seqlen_new;
-#pragma unroll 1
-  for (int pass = 0; pass < copy.kPasses; ++pass) {
-    const int row = copy.row + pass * copy.kRowStep;
-    if (copy.kPartialPass && row >= kBlockM) break;
-    const int position = row_position(params, block.m_begin + row);
-    const bool valid = position < block.seqlen_q;
-    const Element* row_gmem = query_row(params, block, valid ? row : 0);
-    const Rotary rotary(params, cached + (params.rotate_by_row ? position : 0));
-#pragma unroll 1
-    for (int slab = 0; slab < QueryTile::kSlabs; ++slab) {
-      const int first = slab * QueryTile::kSlabColumns + copy.chunk * kChunkElements;
-      uint32 value[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = first + 2 * i;
-        const bool low = valid && column < kHeadDim;
-        const bool high = valid && column + 1 < kHeadDim;
-        value[i] = pack_elements(low ? rotary.rotated(row_gmem, column) : 0.f,
-                                 high ? rotary.rotated(row_gmem, column + 1) : 0.f);
-      }
-      store_shared_16(q_smem + copy.tile_offset(slab, pass), value);
-    }
-  }
-}
-
 /// Starts the copy of the CTA's query tile, as a group of its own.
 __device__ __forceinline__ void copy_query(const Params& params, const Block& block, uint32 q_smem,
                                            int thread) {
   if constexpr (kRotary != RotaryKind::none) {
-    copy_rotated_query(params, block, q_smem, thread);
+    store_rotated_query<kBlockM, kThreads>(params, block, q_smem, 0, thread);
   } else {
     const ThreadCopy<QueryTile, kBlockM, kHeadDim> copy(thread);
     if constexpr (kPackGqa) {

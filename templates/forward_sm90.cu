@@ -8,6 +8,7 @@
 // that those which masks cut come first. (FlashAttention-3: Shah et al., 2024.)
 #include "block.cuh"
 #include "mask.cuh"
+#include "query.cuh"
 #include "score.cuh"
 #include "sm90/epilogue.cuh"
 #include "sm90/mma.cuh"
@@ -20,9 +21,11 @@ constexpr int kConsumerRegisters = kConsumers == 1 ? 256 : kConsumers == 2 ? 232
 
 constexpr int kConsumerRows = 64;  // of a warpgroup
 
-// Named barriers: 1 + c is warpgroup c's turn to multiply.
+// Named barriers: kTurnBarrier + c is warpgroup c's turn to multiply; at kRotatedBarrier + c it has
+// rotated its queries.
 constexpr int kTurnBarrier = 1;
 constexpr int kConsumersBarrier = kTurnBarrier + kConsumers;
+constexpr int kRotatedBarrier = kConsumersBarrier + 1;
 
 /// What a consumer warpgroup knows of its place.
 struct Consumer {
@@ -66,7 +69,8 @@ struct Consumer {
 __device__ __forceinline__ void clear_values_behind(const Params& params, const Block& block, int n,
                                                     uint32 v_tile_smem, int thread) {
   const int first = block.seqlen_k - n * kBlockN;
-  if (kEvenN || first >= kBlockN || block.k_begin + block.seqlen_k >= params.k_rows) return;
+  const bool ends = !kPaged && block.k_begin + block.seqlen_k >= params.k_rows;
+  if (kEvenN || first >= kBlockN || ends) return;
   constexpr int kChunks = ValueTile::kSlabs * ValueTile::kSlabChunks;
   const uint32 zero[4] = {};
   for (int i = first * kChunks + thread; i < kBlockN * kChunks; i += kWarps * 32) {
@@ -77,6 +81,15 @@ __device__ __forceinline__ void clear_values_behind(const Params& params, const 
   fence_proxy_async();  // the product reads what was cleared
   // No warpgroup multiplies before every thread has cleared its part.
   barrier_sync(kConsumersBarrier, kWarps * 32);
+}
+
+/// Writes the warpgroup's rows of Q, rotated.
+__device__ __forceinline__ void rotate_query(const Params& params, const Block& block,
+                                             uint32 q_smem, const Consumer& self) {
+  store_rotated_query<kConsumerRows, kWarpgroupThreads>(
+      params, block, q_smem, self.index * kConsumerRows, self.thread % kWarpgroupThreads);
+  fence_proxy_async();  // the product reads what was written
+  barrier_sync(kRotatedBarrier + self.index, kWarpgroupThreads);
 }
 
 /// S to probabilities: scale, cap, bias, mask (where kMayCut), exponential. Returns whether O must
@@ -235,6 +248,9 @@ __device__ __forceinline__ void consume(const Params& params, const SharedMemory
       if (n > cta_begin) self.let_turn_pass();
     }
     if (n_begin <= n_last) {
+      if constexpr (kRotary != RotaryKind::none) {
+        rotate_query(params, block, smem.q + q.stage * QueryTile::kBytes, self);
+      }
       TileWork work{smem,
                     self,
                     ring,

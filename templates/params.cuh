@@ -77,6 +77,7 @@ struct Params {
   int k_batch;  // sequences that the cache has room for
   int page_size;
   int pages;
+  int box_rows;       // rows of a page that are copied at once; isa 90
   int seqlen_new;     // new keys of every sequence, beyond seqused_k
   int positions;      // rows of the rotary tables
   int rotary_half;    // pairs of columns that are rotated

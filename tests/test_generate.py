@@ -107,7 +107,7 @@ def test_inference_variants_are_those_of_warmup(monkeypatch, options, mask):
     kvcache = {"kvcache": options["decode"]} if "decode" in options else {}
     others = {name: value for name, value in options.items() if name != "decode"}
     features = {"full": {}, "causal": {"causal": True}, "window": {"window": True}}[mask]
-    ahead.warmup(64, "bf16", **features, **kvcache, **others)
+    ahead.warmup(64, "bf16", group=4, **features, **kvcache, **others)
     made = {variant.spec for variant in chosen}
     if kvcache:
         assert made == loaded

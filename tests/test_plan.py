@@ -55,7 +55,7 @@ def test_a_dense_call(gpu: FakeGpu) -> None:
     assert (second.spec, second.shape) == (spec, grid[:3])
     tensors = Tensors(q, k, v)
     head = launch.forward_head(tensors, out.ptr, lse.ptr, 64, 64)
-    rest = launch.forward_scalars(described, grid, spec.pack_gqa, tensors)
+    rest = launch.forward_scalars(described, grid, spec, tensors)
     whole = launch.FORWARD_HEAD.pack(*head) + rest
     assert bytes(gpu.arguments.bytes[: len(whole)]) == whole
 

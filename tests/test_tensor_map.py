@@ -75,7 +75,8 @@ def test_hopper_is_chosen_or_the_reason_said() -> None:
     for other, reason in (
         ({"align": 8}, "16 bytes"),
         ({"boxes": False}, "16 bytes"),
-        ({"page_size": 16, "ragged": True}, "Pages"),
+        ({"page_size": 12, "ragged": True}, "whole 8 slots"),
+        ({"page_size": 16, "ragged": True, "leftpad": True}, "first slot"),
     ):
         changed = dataclasses.replace(call, **other)
         assert reason in str(select.why_not_hopper(changed, hopper))

@@ -52,7 +52,7 @@ def make_call(kernel: build.Kernel, shared: int, gpu: Device, qkv: list[Any]) ->
     lse = out.new_full((problem.batch, problem.heads, problem.seqlen_q), math.nan).float()
     lengths = problem.seqlen_q, problem.seqlen_k
     head = launch.forward_head(tensors, out.data_ptr(), lse.data_ptr(), *lengths)
-    rest = launch.forward_scalars(problem, grid, spec.pack_gqa, tensors)
+    rest = launch.forward_scalars(problem, grid, spec, tensors)
     stream = torch.cuda.current_stream().cuda_stream
 
     def call() -> Any:

@@ -57,12 +57,15 @@ __device__ __forceinline__ void store_rows(const Params& params, const Block& bl
   for (int r = 0; r < kRows; ++r) {
     const OutputRow place(params, block, warp_row + 8 * r + lane / 4);
     if (kRagged && !place.counts) softmax.row_sum[r] = 0.f;
+    if (kSplit) continue;
     const bool empty = softmax.row_sum[r] == 0.f;
     // An empty row has no inverse, and may hold NaN from values that it does not see.
     if (empty) clear_row(o, r);
     const float inverse = empty ? 0.f : reciprocal_approx(softmax.row_sum[r]);
-    store_row(o, r, inverse, place.o_gmem(params, block), place.inside(block), lane);
+    Element* row_gmem = reinterpret_cast<Element*>(place.o_gmem(params, block));
+    store_row(o, r, inverse, row_gmem, place.inside(block), lane);
   }
+  if constexpr (kSplit) store_partial(params, block, softmax, o, warp_row, lane);
   store_lse_rows(params, block, softmax, warp_row, lane);
   if constexpr (kRagged) clear_rest(params, block, thread);
 }

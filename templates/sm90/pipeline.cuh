@@ -13,9 +13,9 @@
 constexpr uint32 kTileAlignment = 1024;  // of the widest swizzle pattern
 constexpr int kMbarrierBytes = 8;
 
-// A consumer reads a tile's place until it has stored the tile, long after it has released its Q:
-// one place more than buffers of Q.
-constexpr int kPlaces = kQueryStages + 1;
+// A tile's place is written before its Q has a buffer, and read until the tile is stored, long
+// after its Q has been released: two places more than buffers of Q.
+constexpr int kPlaces = kQueryStages + 2;
 constexpr int kPlaceBytes = 64;
 
 /// A place in a ring of kSize buffers, and how often the ring has been gone round, modulo 2.
@@ -112,6 +112,28 @@ __device__ __forceinline__ void load_tile(uint32 tile_smem, const TensorMap& map
   }
 }
 
+/// Starts the copy of key tile n by pages, in boxes of as many rows as divide pages and tiles
+/// alike. What no key needs, or no page holds, becomes zero: TMA finds nothing behind the last
+/// page.
+template <class Tile>
+__device__ __forceinline__ void load_tile_by_pages(const Params& params, uint32 tile_smem,
+                                                   const TensorMap& map, uint32 full,
+                                                   const Block& block, int n) {
+  mbarrier_arrive_expect(full, Tile::kBytes);
+  const Pages pages(params, block.batch);
+#pragma unroll 1
+  for (int row = 0; row < kBlockN; row += params.box_rows) {
+    const int slot = n * kBlockN + row;
+    const int page = slot < block.seqlen_k ? pages.page_of(slot) : pages.pages;
+    const int page_row = slot % params.page_size;
+#pragma unroll
+    for (int slab = 0; slab < Tile::kSlabs; ++slab) {
+      tma_load(tile_smem + slab * Tile::kSlabBytes + row * Tile::kPitch, &map, full,
+               slab * Tile::kSlabColumns, block.head_k, page_row, page);
+    }
+  }
+}
+
 /// The producer: one thread finds the CTA's tiles, and copies Q, K and V as buffers become free.
 struct Producer {
   const Params& params;
@@ -129,65 +151,84 @@ struct Producer {
 
   // A ring's first round finds its buffers empty: the phase before the first counts as done.
 
-  __device__ __forceinline__ void load_k(const Block& block, int n, const RingPlace<kStages>& at) {
+  __device__ __forceinline__ void load_k(int n, const RingPlace<kStages>& at) const {
     mbarrier_wait(smem.k_empty(at.stage), at.round ^ 1);
-    load_tile<KeyTile>(smem.k + at.stage * KeyTile::kBytes, params.k_map, smem.k_full(at.stage),
-                       block.head_k, block.k_begin + n * kBlockN, k_batch(block));
+    load_keys<KeyTile>(smem.k + at.stage * KeyTile::kBytes, params.k_map, smem.k_full(at.stage), n);
   }
 
-  /// The last tile whose K was loaded.
-  __device__ __forceinline__ void load_v(const Block& block, int n) {
+  __device__ __forceinline__ void load_v(int n) {
     mbarrier_wait(smem.v_empty(ring.stage), ring.round ^ 1);
-    load_tile<ValueTile>(smem.v + ring.stage * ValueTile::kBytes, params.v_map,
-                         smem.v_full(ring.stage), block.head_k, block.k_begin + n * kBlockN,
-                         k_batch(block));
+    load_keys<ValueTile>(smem.v + ring.stage * ValueTile::kBytes, params.v_map,
+                         smem.v_full(ring.stage), n);
     ring.advance();
   }
 
-  /// Hands a tile to the consumers, with Q if it sees any key.
-  __device__ __forceinline__ void load_q(const Block& block) {
-    // Its buffer has been read, and so has the place: that tile was stored before the one behind it
-    // released its Q.
-    mbarrier_wait(smem.q_empty(q.stage), q.round ^ 1);
+  /// Notes the tile's place, from where it is read as needed: registers are few. That of kPlaces
+  /// tiles before has been read: the tile was stored before the one behind it released its Q.
+  __device__ __forceinline__ void note(const Block& block) const {
     store_block(smem.places + place.stage * kPlaceBytes, block);
-    if (block.n_begin < block.n_end) {
+  }
+
+  __device__ __forceinline__ Block noted() const {
+    return load_block(smem.places + place.stage * kPlaceBytes);
+  }
+
+  /// Hands the tile to the consumers, with Q if it sees any key and is not to be rotated.
+  __device__ __forceinline__ void load_q() {
+    mbarrier_wait(smem.q_empty(q.stage), q.round ^ 1);
+    const Block block = noted();
+    if (kRotary == RotaryKind::none && block.n_begin < block.n_end) {
       const bool packed = kRagged && params.sequences.cu_seqlens_q != nullptr;
       load_tile<QueryTile>(smem.q + q.stage * QueryTile::kBytes, params.q_map, smem.q_full(q.stage),
-                           block.head, block.q_begin + block.m_begin, packed ? 0 : block.batch);
+                           block.head, block.q_begin + row_position(params, block.m_begin),
+                           packed ? 0 : block.batch);
     } else {
       mbarrier_arrive(smem.q_full(q.stage));
     }
     q.advance();
-    place.advance();
   }
 
-  /// Row `batch` of the map of packed k and v, which have no batches, is 0.
-  __device__ __forceinline__ int k_batch(const Block& block) const {
-    return kRagged && params.sequences.cu_seqlens_k != nullptr ? 0 : block.k_batch;
+  /// Starts the copy of key tile n of K or V.
+  template <class Tile>
+  __device__ __forceinline__ void load_keys(uint32 tile_smem, const TensorMap& map, uint32 full,
+                                            int n) const {
+    const Block block = noted();
+    if constexpr (kPaged) {
+      load_tile_by_pages<Tile>(params, tile_smem, map, full, block, n);
+    } else {
+      // Packed k and v have no batches.
+      const bool packed = kRagged && params.sequences.cu_seqlens_k != nullptr;
+      load_tile<Tile>(tile_smem, map, full, block.head_k, block.k_begin + n * kBlockN,
+                      packed ? 0 : block.k_batch);
+    }
   }
 
   __device__ __forceinline__ void run() {
     Tiles tiles(params);
 #pragma unroll 1
-    for (TilePlace tile = tiles.place(); tile.pair >= 0; tile = tiles.place()) {
-      const Block block = locate_block(params, tile, 0);
+    for (Work work = tiles.work(); work.tile.pair >= 0; work = tiles.work()) {
+      const Block block = locate_block(params, work.tile, work.split);
+      note(block);
+      const int n_begin = block.n_begin;
       int n = block.n_end - 1;
       // K first: its buffers are free before Q's is.
-      if (n >= block.n_begin) load_k(block, n, ring);
-      load_q(block);
-      if (n <= block.n_begin) tiles.draw();
+      if (n >= n_begin) load_k(n, ring);
+      load_q();
+      if (n <= n_begin) tiles.draw();
 #pragma unroll 1
-      for (; n > block.n_begin; --n) {
-        if (n == block.n_begin + 1) tiles.draw();
+      for (; n > n_begin; --n) {
+        if (n == n_begin + 1) tiles.draw();
         RingPlace<kStages> next = ring;
         next.advance();
-        load_k(block, n - 1, next);
-        load_v(block, n);
+        load_k(n - 1, next);
+        load_v(n);
       }
-      if (n == block.n_begin) load_v(block, n);
+      if (n == n_begin) load_v(n);
+      place.advance();
     }
     Block stop = {};
     stop.batch = kNoBatch;
-    load_q(stop);
+    note(stop);
+    load_q();
   }
 };

@@ -6,6 +6,12 @@
 
 constexpr TilePlace kNoTile = {-1, -1};
 
+/// A tile of rows, and which part of the keys.
+struct Work {
+  TilePlace tile;
+  int split;
+};
+
 /// A CTA's tiles. CTA b takes tile b, and then what it draws: the next one that nobody has. Without
 /// a counter it takes every params.blocks-th.
 ///
@@ -28,12 +34,14 @@ struct Tiles {
     drawn = params.next_tile == nullptr ? drawn + params.blocks : atomic_add(params.next_tile, 1);
   }
 
-  /// The tile that was drawn; kNoTile: there is none.
-  __device__ __forceinline__ TilePlace place() {
-    const int tile = drawn + shift();
-    if constexpr (kRagged) return place_in_sequence(tile);
-    if (tile >= params.pairs * count_m_tiles(params, params.seqlen_q)) return kNoTile;
-    return place_in_section(params, tile);
+  /// What was drawn; kNoTile: there is nothing more. The splits of a tile follow one another.
+  __device__ __forceinline__ Work work() {
+    const int index = drawn + shift();
+    const int tile = kSplit ? index / params.splits : index;
+    const int split = kSplit ? index - tile * params.splits : 0;
+    if constexpr (kRagged) return {place_in_sequence(tile), split};
+    if (tile >= params.pairs * count_m_tiles(params, params.seqlen_q)) return {kNoTile, 0};
+    return {place_in_section(params, tile), split};
   }
 
  private:
@@ -42,13 +50,14 @@ struct Tiles {
   }
 
   __device__ __forceinline__ TilePlace place_in_sequence(int tile) {
+    const int heads = kPackGqa ? params.heads / params.group : params.heads;
     while (tile >= end) {
-      if (++batch * params.heads >= params.pairs) return kNoTile;
+      if (++batch * heads >= params.pairs) return kNoTile;
       m_tiles = count_m_tiles(params, query_rows(params, batch).slots);
-      end += m_tiles * params.heads;
+      end += m_tiles * heads;
     }
     const int behind = end - 1 - tile;
     const int heads_behind = behind / m_tiles;
-    return {(batch + 1) * params.heads - 1 - heads_behind, behind - heads_behind * m_tiles};
+    return {(batch + 1) * heads - 1 - heads_behind, behind - heads_behind * m_tiles};
   }
 };
