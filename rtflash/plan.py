@@ -46,8 +46,9 @@ class Plan(NamedTuple):
     longest : the most keys that an int may say a cache holds of each sequence, see lengths.check_length.
     device : CUDA index.
     new_out, new_lse : make the outputs.
-    new_workspace : makes what a split forward writes and combine reads, or the counter of tiles; None: neither.
-    draws : whether it is a counter, which starts at 0.
+    new_workspace : makes what a split forward writes and combine reads, and behind it the counter of tiles; None:
+        neither is needed.
+    counter : bytes from the workspace's start to the counter, which starts at 0; -1: there is none.
     steps : the launches in their order: append, forward, combine, but for those that have nothing to do.
     shifts : (place, offset) of numbers that are another one plus an offset.
     maps : of q, k and v, where the forward copies by TMA, and what picks their addresses.
@@ -59,7 +60,7 @@ class Plan(NamedTuple):
     new_out: Callable[[], Any]
     new_lse: Callable[[], Any]
     new_workspace: Callable[[], Any] | None = None
-    draws: bool = False
+    counter: int = -1
     steps: tuple[launch.Step, ...] = ()
     shifts: tuple[tuple[int, int], ...] = ()
     maps: tuple[TensorMap, ...] = ()
@@ -97,17 +98,16 @@ def make(
     if spec.isa == 90:
         maps = tensor_map.maps(spec, call.heads // call.heads_k, *tensors[:3])
         mapped = picker([view.ptr for view in marked[:3]], shifts, first)
-    elements = 1 if grid.draws else 0  # of four bytes
-    if spec.split:
-        elements = grid.splits * (math.prod(call.out_shape) + math.prod(call.lse_shape))
+    partial = partial_elements(call, spec, grid)
+    workspace = partial + 1 if grid.draws else partial
     return Plan(
         call,
         max(lengths.longest_cached(call, call.seqlen_k), -1),
         index,
         library.allocator(call.out_shape, call.dtype, index),
         library.allocator(call.lse_shape, "fp32", index),
-        library.allocator((elements,), "fp32", index) if elements else None,
-        grid.draws,
+        library.allocator((workspace,), "fp32", index) if workspace else None,
+        4 * partial if grid.draws else -1,
         steps,
         tuple(shifts),
         maps,
@@ -128,23 +128,27 @@ def forward_launches(
 ) -> list[Launch]:
     """The forward, and after a split one the merge of what it writes into the workspace."""
     scalars = launch.forward_scalars(call, grid, spec, tensors)
-    if spec.isa == 90:
-        counter = WORKSPACE * MARK if grid.draws else 0
-        head = (*MAP_MARKS, counter, *launch.forward_head(marked, *OUTPUTS, *LENGTHS))
-        return [Launch(spec, grid, launch.FORWARD_TMA_HEAD, head, scalars)]
-    if not spec.split:
-        head = launch.forward_head(marked, *OUTPUTS, *LENGTHS)
-        return [Launch(spec, grid, launch.FORWARD_HEAD, head, scalars)]
     o, lse = partials(call, grid.splits, tensors.q.device, WORKSPACE * MARK)
-    written = o.ptr, lse.ptr
-    head = launch.forward_head(marked, *written, *LENGTHS)
-    merge = select.splits_combine(call, grid.splits)
-    combiner, combine_grid = select.combine(merge, True)
-    rest = launch.combine_scalars(merge, o, lse, lse.strides[1:])
-    return [
-        Launch(spec, grid, launch.FORWARD_HEAD, head, scalars),
-        Launch(combiner, combine_grid, launch.COMBINE_HEAD, written + OUTPUTS, rest),
-    ]
+    written = (o.ptr, lse.ptr) if spec.split else OUTPUTS
+    layout, head = launch.FORWARD_HEAD, launch.forward_head(marked, *written, *LENGTHS)
+    if spec.isa == 90:
+        counter = WORKSPACE * MARK + 4 * partial_elements(call, spec, grid) if grid.draws else 0
+        layout, head = launch.FORWARD_TMA_HEAD, (*MAP_MARKS, counter, *head)
+    launches = [Launch(spec, grid, layout, head, scalars)]
+    if spec.split:
+        merge = select.splits_combine(call, grid.splits)
+        combiner, combine_grid = select.combine(merge, True)
+        rest = launch.combine_scalars(merge, o, lse, lse.strides[1:])
+        launches.append(
+            Launch(combiner, combine_grid, launch.COMBINE_HEAD, written + OUTPUTS, rest)
+        )
+    return launches
+
+
+def partial_elements(call: Problem, spec: Spec, grid: select.Grid) -> int:
+    """fp32 elements of the workspace that a split forward writes and combine reads."""
+    rows = math.prod(call.out_shape) + math.prod(call.lse_shape)
+    return grid.splits * rows if spec.split else 0
 
 
 def picker(
@@ -201,7 +205,7 @@ def run(
     out, lse : of Plan.new_out and new_lse; lse None: not wanted.
     cache_seqlen : see call.attend.
     """
-    call, _, index, _, _, new_workspace, draws, steps, shifts, maps, mapped = plan
+    call, _, index, _, _, new_workspace, counter, steps, shifts, maps, mapped = plan
     if not steps:
         return
     workspace = None if new_workspace is None else new_workspace()
@@ -222,6 +226,6 @@ def run(
             x.at(address) for x, address in zip(maps, mapped(numbers), strict=True)
         ]
     stream = library.stream(index)
-    launch.run(steps, numbers, stream, index, numbers[WORKSPACE] if draws else 0)
+    launch.run(steps, numbers, stream, index, 0 if counter < 0 else numbers[WORKSPACE] + counter)
     if held:
         library.hold(stream, index, held)

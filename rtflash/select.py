@@ -104,7 +104,7 @@ def variant(problem: Problem, device: Device, table: Table) -> Spec:
     dim, masked = max(p.head_dim, p.head_dim_v), p.mask != "full"
     if table is HOPPER:
         pack = can_pack(p, tile(dim, device, True, table, masked))
-        narrow = prescale or pack or p.page_size > 0
+        narrow = prescale or pack
     else:
         pack = table is not TILES
         narrow = prescale or p.mask == "window" or p.align < WIDEST_LOAD

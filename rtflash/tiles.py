@@ -126,8 +126,8 @@ SOME: dict[int, tuple[Row, ...]] = {
         Row(256, Tile(64, 32, 4, 1)),
     ),
 }
-# For sm_90's own kernel: block_m is 16 rows a warp, three or two warpgroups. `narrow`: scores are prescaled, keys
-# come in pages, or rows are packed (the thread that loads has few registers).
+# For sm_90's own kernel: block_m is 16 rows a warp, three or two warpgroups. `narrow`: scores are prescaled, or
+# rows packed (the thread that loads has few registers).
 HOPPER: dict[int, tuple[Row, ...]] = {
     227 * KIB: (
         Row(64, Tile(192, 128, 12, 2), Tile(128, 128, 8, 2)),

@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   barrier_cta();  // the barriers are there
   if (warpgroup == 0) {
     release_registers<kProducerRegisters>();
-    if (thread_index() == 0) Producer(params, smem).run();
+    if (thread_index() < kLoaders) Producer(params, smem).run();
   } else {
     claim_registers<kConsumerRegisters>();
     consume(params, smem, Consumer(warpgroup));

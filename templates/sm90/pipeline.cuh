@@ -112,17 +112,26 @@ __device__ __forceinline__ void load_tile(uint32 tile_smem, const TensorMap& map
   }
 }
 
+// Threads that load: to find the pages of a tile one after the other would take too long.
+constexpr int kLoaders = kPaged ? 32 : 1;
+
+/// Meeting of those that load.
+__device__ __forceinline__ void barrier_loaders() {
+  if constexpr (kLoaders > 1) barrier_warp();
+}
+
 /// Starts the copy of key tile n by pages, in boxes of as many rows as divide pages and tiles
 /// alike. What no key needs, or no page holds, becomes zero: TMA finds nothing behind the last
 /// page.
 template <class Tile>
 __device__ __forceinline__ void load_tile_by_pages(const Params& params, uint32 tile_smem,
                                                    const TensorMap& map, uint32 full,
-                                                   const Block& block, int n) {
-  mbarrier_arrive_expect(full, Tile::kBytes);
+                                                   const Block& block, int n, int lane) {
+  if (lane == 0) mbarrier_arrive_expect(full, Tile::kBytes);
+  barrier_loaders();
   const Pages pages(params, block.batch);
 #pragma unroll 1
-  for (int row = 0; row < kBlockN; row += params.box_rows) {
+  for (int row = lane * params.box_rows; row < kBlockN; row += kLoaders * params.box_rows) {
     const int slot = n * kBlockN + row;
     const int page = slot < block.seqlen_k ? pages.page_of(slot) : pages.pages;
     const int page_row = slot % params.page_size;
@@ -134,16 +143,18 @@ __device__ __forceinline__ void load_tile_by_pages(const Params& params, uint32 
   }
 }
 
-/// The producer: one thread finds the CTA's tiles, and copies Q, K and V as buffers become free.
+/// The producer: one thread finds the CTA's tiles, and copies Q, K and V as buffers become free. Of
+/// pages a warp does, whose first lane acts alone where one is enough.
 struct Producer {
   const Params& params;
   const SharedMemory& smem;
+  int lane;
   RingPlace<kQueryStages> q;
   RingPlace<kPlaces> place;
   RingPlace<kStages> ring;  // of V; K is up to one key tile ahead
 
   __device__ __forceinline__ Producer(const Params& params, const SharedMemory& smem)
-      : params(params), smem(smem) {
+      : params(params), smem(smem), lane(kLoaders > 1 ? thread_index() : 0) {
     prefetch_tensor_map(&params.q_map);
     prefetch_tensor_map(&params.k_map);
     prefetch_tensor_map(&params.v_map);
@@ -166,7 +177,8 @@ struct Producer {
   /// Notes the tile's place, from where it is read as needed: registers are few. That of kPlaces
   /// tiles before has been read: the tile was stored before the one behind it released its Q.
   __device__ __forceinline__ void note(const Block& block) const {
-    store_block(smem.places + place.stage * kPlaceBytes, block);
+    if (lane == 0) store_block(smem.places + place.stage * kPlaceBytes, block);
+    barrier_loaders();
   }
 
   __device__ __forceinline__ Block noted() const {
@@ -176,8 +188,11 @@ struct Producer {
   /// Hands the tile to the consumers, with Q if it sees any key and is not to be rotated.
   __device__ __forceinline__ void load_q() {
     mbarrier_wait(smem.q_empty(q.stage), q.round ^ 1);
+    barrier_loaders();  // one that still waits would miss the phase
     const Block block = noted();
-    if (kRotary == RotaryKind::none && block.n_begin < block.n_end) {
+    if (lane > 0) {
+      // The first lane does it.
+    } else if (kRotary == RotaryKind::none && block.n_begin < block.n_end) {
       const bool packed = kRagged && params.sequences.cu_seqlens_q != nullptr;
       load_tile<QueryTile>(smem.q + q.stage * QueryTile::kBytes, params.q_map, smem.q_full(q.stage),
                            block.head, block.q_begin + row_position(params, block.m_begin),
@@ -194,7 +209,7 @@ struct Producer {
                                             int n) const {
     const Block block = noted();
     if constexpr (kPaged) {
-      load_tile_by_pages<Tile>(params, tile_smem, map, full, block, n);
+      load_tile_by_pages<Tile>(params, tile_smem, map, full, block, n, lane);
     } else {
       // Packed k and v have no batches.
       const bool packed = kRagged && params.sequences.cu_seqlens_k != nullptr;
@@ -204,7 +219,7 @@ struct Producer {
   }
 
   __device__ __forceinline__ void run() {
-    Tiles tiles(params);
+    Tiles tiles(params, lane);
 #pragma unroll 1
     for (Work work = tiles.work(); work.tile.pair >= 0; work = tiles.work()) {
       const Block block = locate_block(params, work.tile, work.split);

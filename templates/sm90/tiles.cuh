@@ -19,23 +19,29 @@ struct Work {
 /// each head by head, the last tile first.
 struct Tiles {
   const Params& params;
+  int lane;   // of those that take the same tiles, of which the first draws
   int drawn;  // the tile at hand or the next, less `shift`
   // Of unequal lengths:
   int batch = -1;   // the sequence at hand
   int m_tiles = 0;  // of each of its heads
   int end = 0;      // its last tile's successor
 
-  __device__ __forceinline__ explicit Tiles(const Params& params)
-      : params(params), drawn(block_index() - shift()) {}
+  __device__ __forceinline__ Tiles(const Params& params, int lane)
+      : params(params), lane(lane), drawn(block_index() - shift()) {}
 
   /// Draws the next tile. The number takes a while to arrive; but who draws long before it can
   /// begin keeps the tile from those who could.
   __device__ __forceinline__ void draw() {
-    drawn = params.next_tile == nullptr ? drawn + params.blocks : atomic_add(params.next_tile, 1);
+    if (params.next_tile == nullptr) {
+      drawn += params.blocks;
+    } else if (lane == 0) {
+      drawn = atomic_add(params.next_tile, 1);
+    }
   }
 
   /// What was drawn; kNoTile: there is nothing more. The splits of a tile follow one another.
   __device__ __forceinline__ Work work() {
+    if constexpr (kPaged) drawn = shuffle_index(drawn, 0);
     const int index = drawn + shift();
     const int tile = kSplit ? index / params.splits : index;
     const int split = kSplit ? index - tile * params.splits : 0;
