@@ -85,7 +85,7 @@ class Probe:
 class SequenceProbe:
     """A call on packed sequences or on a cache, with the query heads of a key head packed.
 
-    With isa 90 heads are not packed. `splits` of the keys, more than one, make partial results and merge them. With
+    With isa 90 only if `packed`. `splits` of the keys, more than one, make partial results and merge them. With
     `malformed`, the first sequence's new keys have no page, and the last one of the last sequence has no slot.
     """
 
@@ -95,6 +95,7 @@ class SequenceProbe:
     malformed: bool = False
     isa: int = 80
     blocks: int = 0
+    packed: bool = False
 
     def spec(self, described: Problem) -> Spec:
         """The variant."""
@@ -103,7 +104,7 @@ class SequenceProbe:
             p,
             self.tile,
             self.isa,
-            pack_gqa=self.isa != 90,
+            pack_gqa=self.isa != 90 or self.packed,
             split=self.splits > 1,
             ragged=p.ragged,
             paged=p.page_size > 0,
@@ -256,6 +257,26 @@ PROBES: dict[str, Probe | SequenceProbe] = {
         GROUPS,
         isa=90,
         blocks=2,
+    ),
+    # Groups are packed, and a warp finds the pages.
+    "groups, pages": SequenceProbe(
+        CacheCall(seqlen_q=40, heads=8, heads_k=2, lengths=(129, 40, 90), page_size=8),
+        Tile(128, 128, 8, 2),
+        splits=3,
+        isa=90,
+        packed=True,
+    ),
+    "groups, rotated": SequenceProbe(
+        CacheCall(
+            seqlen_q=80,
+            seqlen_new=80,
+            lengths=(100, 40, 90),
+            causal=True,
+            rotary="halves",
+            rotary_dim=24,
+        ),
+        GROUPS,
+        isa=90,
     ),
 }
 
@@ -1272,6 +1293,62 @@ FAULTS = (
         "i = first * kChunks + thread;",
         "i = (first + 1) * kChunks + thread;",
         "groups, packed",
+    ),
+    Fault(
+        "a place read before it is there",
+        GROUPS_PIPELINE,
+        "store_block(smem.places + place.stage * kPlaceBytes, block);\n    barrier_loaders();\n",
+        "store_block(smem.places + place.stage * kPlaceBytes, block);\n",
+        "groups, pages",
+    ),
+    Fault(
+        "a lane misses a phase",
+        GROUPS_PIPELINE,
+        "    barrier_loaders();  // one that still waits would miss the phase\n",
+        "",
+        "groups, pages",
+    ),
+    Fault(
+        "a page's next row",
+        GROUPS_PIPELINE,
+        "slot % params.page_size",
+        "(slot + 1) % params.page_size",
+        "groups, pages",
+    ),
+    Fault(
+        "lanes that go on with the last tile",
+        GROUPS_TILES,
+        "    if constexpr (kPaged) drawn = shuffle_index(drawn, 0);\n",
+        "",
+        "groups, pages",
+    ),
+    Fault(
+        "packed rows taken for positions",
+        GROUPS_PIPELINE,
+        "block.q_begin + row_position(params, block.m_begin)",
+        "block.q_begin + block.m_begin",
+        "groups, pages",
+    ),
+    Fault(
+        "each split is the first",
+        GROUPS_TILES,
+        "kSplit ? index - tile * params.splits : 0",
+        "0",
+        "groups, pages",
+    ),
+    Fault(
+        "no fence after queries are rotated",
+        GROUPS_KERNEL,
+        "  fence_proxy_async();  // the product reads what was written\n",
+        "",
+        "groups, rotated",
+    ),
+    Fault(
+        "no barrier after queries are rotated",
+        GROUPS_KERNEL,
+        "  barrier_sync(kRotatedBarrier + self.index, kWarpgroupThreads);\n",
+        "",
+        "groups, rotated",
     ),
     Fault(
         "a head's tiles left out",

@@ -53,6 +53,26 @@ def test_head_dims(backend: Backend, call: CacheCall) -> None:
     run(backend, call)
 
 
+@on_all
+@calls(
+    CacheCall(seqlen_q=40, heads=8, lengths=(129, 40, 90), causal=True, num_splits=1),
+    CacheCall(seqlen_q=20, heads=8, lengths=(160, 40, 90), causal=True, page_size=16),
+    CacheCall(seqlen_q=40, heads=8, lengths=(129, 0, 90), page_size=8, num_splits=3),
+    CacheCall(seqlen_q=70, heads=6, window=(40, 9), page_size=24, head_dim=72, num_splits=1),
+    CacheCall(seqlen_q=200, capacity=300, lengths=(300, 7, 250), page_size=64, dtype="bf16"),
+    CacheCall(seqlen_q=80, seqlen_new=80, page_size=16, causal=True, rotary="interleaved", rotary_dim=64,
+              lengths=(100, 40, 90), num_splits=1),
+    CacheCall(seqlen_q=80, seqlen_new=80, heads=8, causal=True, rotary="halves", rotary_dim=24,
+              lengths=(100, 40, 90), num_splits=2),
+    CacheCall(seqlen_q=80, leftpad=(9, 0, 1), causal=True, num_splits=2),
+    CacheCall(seqlen_q=80, leftpad=(9, 0, 1), causal=True, page_size=16),
+    CacheCall(seqlen_q=80, rows=5, batch_idx=(4, 0, 2), lengths=77, head_dim=40, head_dim_v=32, num_splits=3),
+)  # fmt: skip
+def test_many_queries(backend: Backend, call: CacheCall) -> None:
+    """Chunks of a prompt, on Hopper by its own kernel: packed groups, pages, rotated queries, split keys."""
+    run(backend, call)
+
+
 @on_two
 @calls(
     *(

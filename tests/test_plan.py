@@ -120,6 +120,22 @@ def test_packed_sequences_on_hopper(gpu: FakeGpu, batch: int) -> None:
     assert maps == [encoded(x.ptr) for x in (q, k, v)]
 
 
+def test_split_keys_on_hopper(gpu: FakeGpu) -> None:
+    """The counter of tiles lies behind what the merge reads."""
+    q, k, v = (at(place, 1, rows, 60, 64) for place, rows in ((1, 300), (2, 9000), (3, 9000)))
+    out = rtflash.flash_attn_func(q, k, v, num_splits=3)
+    forward, combine = gpu.launched
+    assert forward.spec.split
+    sizes = math.prod(out.shape), 60 * 300
+    _, workspace = gpu.made
+    assert workspace.shape == (3 * sum(sizes) + 1,)
+    counter = workspace.ptr + 4 * 3 * sum(sizes)
+    assert (forward.params["next_tile"], gpu.cleared) == (counter, [(counter, 0)])
+    assert forward.params["o"] == combine.params["o_partial"] == workspace.ptr
+    assert forward.params["lse"] == combine.params["lse_partial"]
+    assert combine.params["o"] == out.ptr
+
+
 def test_an_int_is_a_number_of_the_call(gpu: FakeGpu) -> None:
     q, cache = at(1, 2, 3, 8, 64), at(2, 2, 512, 2, 64)
     for length in (5, 500):

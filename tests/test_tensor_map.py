@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from rtflash import device, problem, select, tensor_map
 from rtflash.dlpack import row_major
+from rtflash.spec import Spec
 from rtflash.tensor import View
 from rtflash.tensor_map import TensorMap
 
@@ -81,6 +83,38 @@ def test_hopper_is_chosen_or_the_reason_said() -> None:
         changed = dataclasses.replace(call, **other)
         assert reason in str(select.why_not_hopper(changed, hopper))
         assert select.forward(changed, hopper)[0].isa == 80
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "heads", "other", "wanted"),
+    [
+        (40, 8, {}, {"pack_gqa": True, "split": True, "block_m": 128}),
+        (40, 6, {}, {"pack_gqa": False, "split": True}),
+        (40, 8, {"num_splits": 1}, {"pack_gqa": True, "split": False}),
+        (1024, 8, {"page_size": 16, "ragged": True}, {"pack_gqa": False, "paged": True}),
+        (1024, 8, {"rotary": "halves", "ragged": True}, {"rotary": "halves"}),
+        (1024, 64, {"batch": 9}, {"split": False, "even_n": True}),
+    ],
+)
+def test_what_hoppers_kernel_serves(
+    seqlen_q: int, heads: int, other: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    """Groups are packed where one head leaves a tile empty and a tile holds whole positions."""
+    q, k = view(2, seqlen_q, heads, 64), view(2, 4096, 2, 64)
+    call = dataclasses.replace(problem.dense(q, k, k), **other)
+    spec, _ = select.forward(call, device.for_arch("sm_90a"))
+    assert spec.isa == 90
+    assert {name: getattr(spec, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(("page_size", "rows"), [(8, 8), (16, 16), (24, 8), (48, 16), (256, 128)])
+def test_boxes_of_pages_divide_pages_and_tiles(page_size: int, rows: int) -> None:
+    spec = Spec("bf16", 64, 64, 128, 128, 8, 2, isa=90, ragged=True, paged=True, pack_gqa=True)
+    q, k = view(100, 8, 64), view(9, page_size, 2, 64)
+    assert [x.box for x in tensor_map.maps(spec, 4, q, k, k)] == [
+        (64, 4, 32, 1),
+        *[(64, 1, rows, 1)] * 2,
+    ]
 
 
 def test_ctas_stay_where_there_are_more_tiles_than_sms() -> None:

@@ -44,12 +44,24 @@ UNEQUAL: dict[str, Any] = {
     "lengths_q": (1, 1000, 0, 64, 300, 1, 129, 0, 500),
     "lengths_k": (90, 1000, 40, 64, 20, 1, 400, 0, 500),
 }
+FEW: dict[str, Any] = {"lengths_q": (40, 1, 0, 20), "lengths_k": (129, 40, 8, 0)}
 SHORT: dict[str, Any] = {"lengths_q": (33, 0, 65), "lengths_k": (70, 9, 40)}
 
 
 @on_all
 @calls(*(VarlenCall(head_dim=d, dtype="bf16", causal=True, **SHORT) for d in HEAD_DIMS))
 def test_head_dims(backend: Backend, call: VarlenCall) -> None:
+    run(backend, call)
+
+
+@on_all
+@calls(
+    VarlenCall(causal=True, tail=3, num_splits=3, used_k=(129, 0, 90)),
+    VarlenCall(page_size=8, window=(40, 9), head_dim=72, num_splits=1),
+    VarlenCall(page_size=16, alibi="batch", softcap=5.0, heads=8, tail=30, num_splits=2, **FEW),
+    VarlenCall(heads=8, tail=130, causal=True, num_splits=2, head_dim=128, **FEW),
+)
+def test_packed_groups_pages_and_splits(backend: Backend, call: VarlenCall) -> None:
     run(backend, call)
 
 
