@@ -264,6 +264,7 @@ PROBES: dict[str, Probe | SequenceProbe] = {
         Tile(128, 128, 8, 2),
         splits=3,
         isa=90,
+        blocks=20,
         packed=True,
     ),
     "groups, rotated": SequenceProbe(
