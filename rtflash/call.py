@@ -29,6 +29,7 @@ class Signature:
 
     Attributes
     ----------
+    function : its name.
     inputs : what the caller calls them, in the order in which `attend` gets them.
     required : how many of them, from the first on, must not be None.
     arrange : makes Tensors of them, be they Views or NumPy arrays.
@@ -38,6 +39,7 @@ class Signature:
     wants_lse : what the caller calls the option that asks for the LSE.
     """
 
+    function: str
     inputs: tuple[str, ...]
     required: int
     arrange: Callable[..., Tensors]
@@ -133,6 +135,11 @@ def attend(
         want_lse = truth(signature.wants_lse, want_lse)
     library = tensor.framework(inputs[0], signature.inputs[0])
     library.refuse_tracing()
+    if library.name == "jax":
+        from . import jax_ops
+
+        if jax_ops.is_traced(inputs):
+            return jax_ops.attend(signature, inputs, options, want_lse, cache_seqlen)
     seen = library.see(inputs) or seen_of(views_of(library, inputs, signature.inputs))
     if seen[1][0][-1] >= 0:
         return on_device(library, signature, inputs, seen, options, want_lse, cache_seqlen)
