@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import call, device, dlpack, lengths, plan, select
 from .call import Signature
@@ -203,9 +204,17 @@ def run_eagerly(*operands: Any, op: Op) -> Any:
 
 @attention.def_abstract_eval
 def abstract_results(*operands: Any, op: Op) -> Any:
+    # XLA runs the call whole on each device of a mesh; shard_map is what splits it. (The first operand's type says
+    # over which axes of a shard_map results vary.)
     first = operands[0]
+    mesh = first.sharding.mesh
     return [
-        first.update(shape=x.shape, dtype=np.dtype(x.dtype), weak_type=False)
+        first.update(
+            shape=x.shape,
+            dtype=np.dtype(x.dtype),
+            weak_type=False,
+            sharding=NamedSharding(mesh, PartitionSpec(*(None,) * len(x.shape))),
+        )
         for x in op.results(operands)
     ]
 
