@@ -88,17 +88,24 @@ def views_of(library: Framework, inputs: tuple[Any, ...], names: tuple[str, ...]
         if x is None:
             views.append(None)
             continue
-        if type(x) in (list, tuple):
-            an_int = "an int, or " if name == "cache_seqlens" else ""
-            raise TypeError(
-                f"{name} is a {type(x).__name__}; it must be {an_int}a tensor of {names[0]}'s library ({library.name})"
-            )
-        if type(x) is not kind and tensor.framework(x, name) is not library:
-            raise TypeError(
-                f"{name} is a {type(x).__name__}; it must come from the same library as {names[0]} ({library.name})"
-            )
+        if type(x) in (list, tuple) or (
+            type(x) is not kind and tensor.framework(x, name) is not library
+        ):
+            raise foreign(x, name, names[0], library)
         views.append(view(x, name))
     return views
+
+
+def foreign(x: Any, name: str, first: str, library: Framework) -> TypeError:
+    """What to raise for an input that does not come from the library of the first one."""
+    if type(x) in (list, tuple):
+        an_int = "an int, or " if name == "cache_seqlens" else ""
+        return TypeError(
+            f"{name} is a {type(x).__name__}; it must be {an_int}a tensor of {first}'s library ({library.name})"
+        )
+    return TypeError(
+        f"{name} is a {type(x).__name__}; it must come from the same library as {first} ({library.name})"
+    )
 
 
 def seen_of(views: list[View | None]) -> Seen:

@@ -324,7 +324,7 @@ def flash_attn_with_kvcache(
     # Most calls have none of these, each of which costs 0.1 us even so.
     if not (rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None):
         inputs += (rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes)
-    if k is not None and tensor.framework(k_cache, "k_cache").name == "jax":
+    if k is not None and tensor.framework(q, "q").name == "jax":
         from . import jax_ops
 
         out, lse, *caches = jax_ops.append(signature, inputs, options, return_softmax_lse, length)

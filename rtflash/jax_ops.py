@@ -20,13 +20,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import call, device, dlpack, lengths, plan, select
+from . import call, device, dlpack, lengths, plan, select, tensor
 from .call import Signature
 from .checks import truth
 from .dlpack import View, row_major
 from .partials import Combine
 from .problem import Problem
 from .tensor_base import ALIGN, Framework, numpy_dtype, short_name
+from .tensor_dlpack import Jax
 
 # Where shapes are checked there are no addresses yet. XLA aligns its buffers to more than ALIGN bytes.
 SOMEWHERE = 256
@@ -124,6 +125,8 @@ def append(
 
     XLA copies a cache first where the caller may still use the old one.
     """
+    if not is_traced(inputs) and all(x.platform == "cpu" for x in inputs[0].sharding.device_set):
+        return append_on_host(signature, inputs, options, want_lse, cache_seqlen)
     op, operands = described(signature, inputs, options, want_lse, cache_seqlen, True)
     if cache_seqlen >= 0 and not is_traced(inputs):
         # An int is part of what XLA compiles; concrete arrays are decoded in a loop, with another int each time.
@@ -134,6 +137,25 @@ def append(
         op, operands = described(signature, inputs, counted, want_lse, -1, True)
     results = bind(op, operands)
     return results[0], results[1] if op.want_lse else None, *results[-2:]
+
+
+def append_on_host(
+    signature: Signature,
+    inputs: tuple[Any, ...],
+    options: tuple[Any, ...],
+    want_lse: Any,
+    cache_seqlen: int,
+) -> tuple[Any, Any, Any, Any]:
+    """`append` of concrete arrays on the CPU: what lengths say is refused as usual, not from inside of XLA."""
+    library = tensor.only(Jax)
+    call.check(signature, inputs, call.views_of(library, inputs, signature.inputs), options)
+    arrays = [None if x is None else np.asarray(x) for x in inputs]
+    arrays[1:3] = caches = [np.array(x) for x in inputs[1:3]]
+    out, lse = call.attend(signature, tuple(arrays), options, want_lse, cache_seqlen)
+    made = [
+        library.from_host(x, short_name(x.dtype), inputs[0]) for x in (out, lse, *caches)
+    ]
+    return made[0], made[1], made[2], made[3]
 
 
 def described(
@@ -161,9 +183,7 @@ def refuse_others(inputs: tuple[Any, ...], names: Sequence[str]) -> None:
     """Raise TypeError unless all are JAX's, or None."""
     for x, name in zip(inputs, names, strict=False):
         if x is not None and not isinstance(x, jax.Array):
-            raise TypeError(
-                f"{name} is a {type(x).__name__}; it must come from the same library as {names[0]} (jax)"
-            )
+            raise call.foreign(x, name, names[0], tensor.only(Jax))
 
 
 def views_of(inputs: tuple[Any, ...], names: Sequence[str]) -> list[View | None]:
