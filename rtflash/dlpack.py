@@ -286,7 +286,8 @@ def itemsize(dtype: str) -> int:
 
 def address(producer: Any) -> int:
     """Address of a producer's first element, 0 where there is none; nothing is taken over, and nothing waited for."""
-    pointer = _capsule_pointer(producer.__dlpack__(), UNVERSIONED[0])
+    capsule = producer.__dlpack__()  # frees the structure when it goes
+    pointer = _capsule_pointer(capsule, UNVERSIONED[0])
     return ctypes.c_void_p.from_address(pointer).value or 0
 
 

@@ -242,6 +242,8 @@ def test_appends_return_new_caches(backend: Backend, lengths: str) -> None:
 def test_a_donated_cache_is_written_where_it_is(backend: Backend) -> None:
     q, k_cache, v_cache, k, v, lengths = cached(backend)
     wanted = decode(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
+    # Memory of XLA's own: what NumPy made may be lent to it, and is not to be given away.
+    k_cache, v_cache = k_cache + 0, v_cache + 0
     places = {x.unsafe_buffer_pointer() for x in (k_cache, v_cache)}
     step = jax.jit(lambda *x: decode(*x[:5], cache_seqlens=x[5]), donate_argnums=(1, 2))
     got = step(q, k_cache, v_cache, k, v, lengths)
@@ -442,14 +444,14 @@ class Buffer:
 
 
 def launched(
-    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *operands: Any
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *inputs: Any
 ) -> tuple[list[Launched], list[Buffer], list[Buffer]]:
     """What the callback of a call launches; its operands, and its results and workspace."""
     gpu = FakeGpu(monkeypatch)
     one = type("Device", (), {"local_hardware_id": 0})()
     monkeypatch.setattr(jax, "local_devices", lambda backend: [one])
-    made = jax.make_jaxpr(function)(*operands).eqns[-1]
-    op = made.params["op"]
+    made = jax.make_jaxpr(function)(*inputs).eqns[-1]
+    op, operands = made.params["op"], [x.aval for x in made.invars]
     callback = jax_ops.DeviceCall(op, operands)
     given = [Buffer(x) for x in operands]
     results = [Buffer(x) for x in (*op.results(operands), *callback.workspace)]
