@@ -87,8 +87,17 @@ def _cached_keys(cache_seqlens: Any) -> int:
 
 
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "seqused_q", "seqused_k")
-VARLEN = Signature("flash_attn_varlen_func", ("q", "k", "v", *SEQUENCES, "block_table"), 4, _varlen, _check_varlen, PLAIN)
-VARLEN_KV = Signature("flash_attn_varlen_kvpacked_func", ("q", "kv", *SEQUENCES), 3, _varlen_kv, _check_varlen, KV)
+VARLEN = Signature(
+    "flash_attn_varlen_func",
+    ("q", "k", "v", *SEQUENCES, "block_table"),
+    4,
+    _varlen,
+    _check_varlen,
+    PLAIN,
+)
+VARLEN_KV = Signature(
+    "flash_attn_varlen_kvpacked_func", ("q", "kv", *SEQUENCES), 3, _varlen_kv, _check_varlen, KV
+)
 VARLEN_QKV = Signature(
     "flash_attn_varlen_qkvpacked_func", ("qkv", "cu_seqlens", *SEQUENCES[2:]), 2, _varlen_qkv, _check_varlen,
     {
@@ -104,7 +113,13 @@ CACHE_INPUTS = ("q", "k_cache", "v_cache", "cache_seqlens", "k", "v")
 RARE = ("rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "alibi_slopes")
 LSE = "return_softmax_lse"
 KVCACHE = Signature(
-    "flash_attn_with_kvcache", (*CACHE_INPUTS, "block_table", *RARE), 3, _kvcache, _check_kvcache, CACHE, wants_lse=LSE
+    "flash_attn_with_kvcache",
+    (*CACHE_INPUTS, "block_table", *RARE),
+    3,
+    _kvcache,
+    _check_kvcache,
+    CACHE,
+    wants_lse=LSE,
 )
 # FlashAttention-3 calls the block table page_table.
 KVCACHE_PAGES = Signature(

@@ -152,9 +152,7 @@ def append_on_host(
     arrays = [None if x is None else np.asarray(x) for x in inputs]
     arrays[1:3] = caches = [np.array(x) for x in inputs[1:3]]
     out, lse = call.attend(signature, tuple(arrays), options, want_lse, cache_seqlen)
-    made = [
-        library.from_host(x, short_name(x.dtype), inputs[0]) for x in (out, lse, *caches)
-    ]
+    made = [library.from_host(x, short_name(x.dtype), inputs[0]) for x in (out, lse, *caches)]
     return made[0], made[1], made[2], made[3]
 
 
@@ -262,13 +260,17 @@ def batch(operands: Sequence[Any], axes: Sequence[int | None], *, op: Op) -> Any
         pairs = zip(op.names(), operands, mapped, strict=True)
         rows = operands[0].shape[1 if mapped[0] else 0]
         results = bind(op, [folded(name, x, own, size, rows) for name, x, own in pairs])
-        results = [x.reshape(size, x.shape[0] // size if size else rows, *x.shape[1:]) for x in results]
+        results = [
+            x.reshape(size, x.shape[0] // size if size else rows, *x.shape[1:]) for x in results
+        ]
     else:
         moving = [x for x, own in zip(operands, mapped, strict=True) if own]
 
         def step(_: None, parts: list[Any]) -> tuple[None, Any]:
             part = iter(parts)
-            return None, bind(op, [next(part) if own else x for x, own in zip(operands, mapped, strict=True)])
+            return None, bind(
+                op, [next(part) if own else x for x, own in zip(operands, mapped, strict=True)]
+            )
 
         _, results = jax.lax.scan(step, None, moving)
     return results, [0] * len(results)
@@ -292,7 +294,9 @@ def is_foldable(op: Op, operands: Sequence[Any], mapped: Sequence[bool]) -> bool
 
 def folded(name: str, x: Any, mapped: bool, size: int, rows: int) -> Any:
     """An operand of `size` calls at once; `rows`: the batch of each."""
-    if name in ("rotary_cos", "rotary_sin") or (name == "alibi_slopes" and not mapped and x.ndim == 1):
+    if name in ("rotary_cos", "rotary_sin") or (
+        name == "alibi_slopes" and not mapped and x.ndim == 1
+    ):
         return x
     if not mapped:
         x = jnp.broadcast_to(x, (size, *x.shape))
@@ -423,9 +427,7 @@ mlir.register_lowering(attention, lowered(HostCall), platform="cpu")
 mlir.register_lowering(attention, lowered(DeviceCall), platform="cuda")
 
 
-def merge(
-    partial: Combine, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any
-) -> tuple[Any, Any]:
+def merge(partial: Combine, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """merge_attention_states of traced values."""
     lses = jnp.stack([jnp.moveaxis(x, -2, -1) for x in (lse_a, lse_b)])
     out, lse = combine(partial, jnp.stack([out_a, out_b]), lses)

@@ -35,9 +35,7 @@ def normal(backend: Backend, *shape: int, seed: int = 0, dtype: str = "bf16") ->
 
 
 def qkv(backend: Backend, rows: int = 40) -> list[Any]:
-    return [
-        normal(backend, 2, rows, heads, 32, seed=seed) for seed, heads in enumerate((4, 2, 2))
-    ]
+    return [normal(backend, 2, rows, heads, 32, seed=seed) for seed, heads in enumerate((4, 2, 2))]
 
 
 def cached(backend: Backend) -> list[Any]:
@@ -198,7 +196,9 @@ def test_vmap_of_packed_sequences_and_pages(backend: Backend) -> None:
     q, k, v = qkv(backend)
     cu = backend.make(np.array([0, 10, 80]), "int32")
     call = functools.partial(varlen, num_splits=1)
-    same(jax.vmap(call, (0, None, None, None))(jnp.stack([q * 2, q]), k, v, cu)[1], call(q, k, v, cu))
+    same(
+        jax.vmap(call, (0, None, None, None))(jnp.stack([q * 2, q]), k, v, cu)[1], call(q, k, v, cu)
+    )
     q, k_cache, v_cache, k, v, lengths = cached(backend)
     pages = [x.reshape(8, 8, 2, 32) for x in (k_cache, v_cache)]
     table = backend.make(np.array([[3, 1, 0, 2], [4, 6, 7, 5]]), "int32")
@@ -334,7 +334,9 @@ def test_refusals_come_when_the_call_is_traced(backend: Backend) -> None:
     for kind, message, refused in cases:
         with pytest.raises(kind, match=message):
             jax.jit(refused)(q)
-    with pytest.raises(ValueError, match=r"cache_seqlens is 30; it must be in 0\.\.29 with 3 new keys"):
+    with pytest.raises(
+        ValueError, match=r"cache_seqlens is 30; it must be in 0\.\.29 with 3 new keys"
+    ):
         append(q, k_cache, v_cache, k, v, cache_seqlens=30)
     with pytest.raises(TypeError, match="out is a JAX array"):
         jax.jit(rtflash.flash_attn_combine)(q[None], jnp.zeros((1, 2, 3, 4)), q)
@@ -401,7 +403,11 @@ SHARDED = """
 def run_sharded(**environment: str) -> None:
     command = [sys.executable, "-c", textwrap.dedent(SHARDED)]
     done = subprocess.run(
-        command, env=processes.environment(**environment), capture_output=True, text=True, timeout=250
+        command,
+        env=processes.environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     assert done.stdout.split() == ["done"], done.stderr[-3000:]
 
