@@ -142,11 +142,10 @@ def attend(
         want_lse = truth(signature.wants_lse, want_lse)
     library = tensor.framework(inputs[0], signature.inputs[0])
     library.refuse_tracing()
-    if library.name == "jax":
+    if library.is_traced(inputs):
         from . import jax_ops
 
-        if jax_ops.is_traced(inputs):
-            return jax_ops.attend(signature, inputs, options, want_lse, cache_seqlen)
+        return jax_ops.attend(signature, inputs, options, want_lse, cache_seqlen)
     seen = library.see(inputs) or seen_of(views_of(library, inputs, signature.inputs))
     if seen[1][0][-1] >= 0:
         return on_device(library, signature, inputs, seen, options, want_lse, cache_seqlen)

@@ -123,9 +123,14 @@ KVCACHE = Signature(
 )
 # FlashAttention-3 calls the block table page_table.
 KVCACHE_PAGES = Signature(
-    "flash_attn_with_kvcache", (*CACHE_INPUTS, "page_table", *RARE), 3, _kvcache, _check_kvcache, {**CACHE, "block_table": "page_table"},
+    "flash_attn_with_kvcache",
+    (*CACHE_INPUTS, "page_table", *RARE),
+    3,
+    _kvcache,
+    _check_kvcache,
+    {**CACHE, "block_table": "page_table"},
     wants_lse=LSE,
-)  # fmt: skip
+)
 
 
 def flash_attn_varlen_func(
@@ -275,12 +280,12 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Attention over the keys and values of a cache, after k and v have been written into it (FlashAttention-2).
 
-    New key i of sequence b goes to slot cache_seqlens[b] + i of the cache, which is changed in place (of JAX arrays new
-    ones are returned). Attention then
-    sees slots cache_leftpad[b] to cache_seqlens[b] + seqlen_new. With rotary tables new keys are rotated before they
-    are written, key i to position cache_seqlens[b] + i; query i is rotated to position cache_seqlens[b] + i if the call
-    is causal or has a window (a bound other than -1, however wide), else to cache_seqlens[b]. The caches must share no
-    elements with each other, with q, k or v, or with the tensors of lengths, indices and tables.
+    New key i of sequence b goes to slot cache_seqlens[b] + i of the cache, which is changed in place (of JAX arrays a
+    new one is returned). Attention then sees slots cache_leftpad[b] to cache_seqlens[b] + seqlen_new. With rotary
+    tables new keys are rotated before they are written, key i to position cache_seqlens[b] + i; query i is rotated to
+    position cache_seqlens[b] + i if the call is causal or has a window (a bound other than -1, however wide), else to
+    cache_seqlens[b]. The caches must share no elements with each other, with q, k or v, or with the tensors of lengths,
+    indices and tables.
 
     What lies on the host is checked, an int as cache_seqlens too. Lengths, indices and tables on a GPU are not read by
     the host: there, keys that do not fit the cache, or whose page does not exist, are not written, and nothing is read

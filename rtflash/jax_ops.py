@@ -1,9 +1,9 @@
 """JAX: calls inside jit, vmap, shard_map and scan; and appends to caches, which JAX never changes in place.
 
-A call is one primitive. Its shapes are those of the Problem; it is lowered to a callback that XLA gives its buffers and,
-on a GPU, its stream: nothing is copied, and the host waits for nothing. On the CPU the callback runs NumPy.
+A call is one primitive. Its shapes are those of the Problem; it is lowered to a callback that XLA gives its buffers
+and, on a GPU, its stream: nothing is copied, and the host waits for nothing. On the CPU the callback runs NumPy.
 
-Imported when the first JAX array comes, not before.
+Imported by the first such call, not before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from .dlpack import View, row_major
 from .partials import Combine
 from .problem import Problem
 from .tensor_base import ALIGN, Framework, numpy_dtype, short_name
-from .tensor_dlpack import Jax
 
 # Where shapes are checked there are no addresses yet. XLA aligns its buffers to more than ALIGN bytes.
 SOMEWHERE = 256
@@ -90,11 +89,6 @@ class Op(NamedTuple):
         return shapes + [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
 
 
-def is_traced(inputs: tuple[Any, ...]) -> bool:
-    """Whether any of them is an abstract value of a transformation instead of an array."""
-    return any(isinstance(x, jax.core.Tracer) for x in inputs)
-
-
 def somewhere(x: Any) -> View:
     """The View of a row-major array on a device."""
     shape = tuple(x.shape)
@@ -125,10 +119,12 @@ def append(
 
     XLA copies a cache first where the caller may still use the old one.
     """
-    if not is_traced(inputs) and all(x.platform == "cpu" for x in inputs[0].sharding.device_set):
+    if not tensor.framework(inputs[0]).is_traced(inputs) and all(
+        x.platform == "cpu" for x in inputs[0].sharding.device_set
+    ):
         return append_on_host(signature, inputs, options, want_lse, cache_seqlen)
     op, operands = described(signature, inputs, options, want_lse, cache_seqlen, True)
-    if cache_seqlen >= 0 and not is_traced(inputs):
+    if cache_seqlen >= 0 and not tensor.framework(inputs[0]).is_traced(inputs):
         # An int is part of what XLA compiles; concrete arrays are decoded in a loop, with another int each time.
         place = signature.inputs.index("cache_seqlens")
         rows = jnp.full(operands[0].shape[0], cache_seqlen, jnp.int32)
@@ -147,7 +143,7 @@ def append_on_host(
     cache_seqlen: int,
 ) -> tuple[Any, Any, Any, Any]:
     """`append` of concrete arrays on the CPU: what lengths say is refused as usual, not from inside of XLA."""
-    library = tensor.only(Jax)
+    library = tensor.framework(inputs[0])
     call.check(signature, inputs, call.views_of(library, inputs, signature.inputs), options)
     arrays = [None if x is None else np.asarray(x) for x in inputs]
     arrays[1:3] = caches = [np.array(x) for x in inputs[1:3]]
@@ -181,7 +177,7 @@ def refuse_others(inputs: tuple[Any, ...], names: Sequence[str]) -> None:
     """Raise TypeError unless all are JAX's, or None."""
     for x, name in zip(inputs, names, strict=False):
         if x is not None and not isinstance(x, jax.Array):
-            raise call.foreign(x, name, names[0], tensor.only(Jax))
+            raise call.foreign(x, name, names[0], tensor.framework(inputs[0]))
 
 
 def views_of(inputs: tuple[Any, ...], names: Sequence[str]) -> list[View | None]:
@@ -197,8 +193,8 @@ def bind(op: Op, operands: Sequence[Any]) -> list[Any]:
 
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
     """Operands that vary over the same axes of a shard_map: JAX wants that said of each."""
-    axes = [getattr(jax.typeof(x), "vma", frozenset()) for x in operands]
-    every = frozenset().union(*axes)
+    axes: list[frozenset[Any]] = [getattr(jax.typeof(x), "vma", frozenset()) for x in operands]
+    every = frozenset[Any]().union(*axes)
     return [
         x if own == every else jax.lax.pcast(x, tuple(every - own), to="varying")
         for x, own in zip(operands, axes, strict=True)
@@ -249,7 +245,7 @@ ad.primitive_jvps[attention] = refuse_gradients
 
 
 def batch(operands: Sequence[Any], axes: Sequence[int | None], *, op: Op) -> Any:
-    """The rule for vmap: the mapped axis joins the batch where that is all there is to it, else a scan runs along it."""
+    """The rule for vmap: the mapped axis joins the batch where that is all there is to it, else a scan runs over it."""
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     mapped = [axis is not None for axis in axes]
     operands = [

@@ -43,7 +43,7 @@ def merge_attention_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tu
     names = ("out_a", "lse_a", "out_b", "lse_b")
     library, views = _see((out_a, lse_a, out_b, lse_b), names)
     call = partials.merge(*views)
-    if _is_traced(library, (out_a, lse_a, out_b, lse_b)):
+    if library.is_traced((out_a, lse_a, out_b, lse_b)):
         from . import jax_ops
 
         return jax_ops.merge(call, out_a, lse_a, out_b, lse_b)
@@ -87,7 +87,7 @@ def flash_attn_combine(
     if out is not None and library.name == "jax":
         raise TypeError("out is a JAX array, which cannot be written; it must be None")
     call = partials.combine(views[0], views[1], views[2], dtype)
-    if _is_traced(library, inputs):
+    if library.is_traced(inputs):
         from . import jax_ops
 
         return jax_ops.combine(call, out_partial, lse_partial)
@@ -112,20 +112,11 @@ def _see(inputs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Framework, li
             tensor.framework(x, name)  # raises: None is no tensor
     library = tensor.framework(inputs[0], names[0])
     library.refuse_tracing()
-    if _is_traced(library, inputs):
+    if library.is_traced(inputs):
         from . import jax_ops
 
         return library, jax_ops.views_of(inputs, names)
     return library, views_of(library, inputs, names)
-
-
-def _is_traced(library: Framework, inputs: tuple[Any, ...]) -> bool:
-    """Whether a transformation of JAX's traces the call."""
-    if library.name != "jax":
-        return False
-    from . import jax_ops
-
-    return jax_ops.is_traced(inputs)
 
 
 def _on_host(call: Combine, out_partial: Array, lse_partial: Array) -> tuple[Array, Array]:

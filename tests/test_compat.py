@@ -1,4 +1,4 @@
-"""rtflash as flash_attn: signatures, names by which libraries find it, and the differences that docs/migrate.md tells."""
+"""rtflash as flash_attn: signatures, names by which libraries find it, differences that docs/migrate.md tells."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_installed_names(installed: None) -> None:
     with pytest.raises(ImportError):
         from flash_attn.flash_attn_interface import _flash_attn_backward  # noqa: F401
     with pytest.raises(ImportError):
-        import flash_attn.layers  # noqa: F401
+        import flash_attn.layers
 
 
 def test_what_libraries_ask_of_importlib(installed: None) -> None:
