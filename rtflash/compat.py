@@ -160,7 +160,7 @@ def index_first_axis(x: Any, indices: Any) -> Any:
 
 
 def pad_input(hidden_states: Any, indices: Any, batch: int, seqlen: int) -> Any:
-    """(batch, seqlen, ...) of packed PyTorch rows (n, ...), which go to places `indices` (n,) of (batch * seqlen); else 0."""
+    """(batch, seqlen, ...) of packed PyTorch rows (n, ...) that go to places `indices` (n,) of (batch * seqlen)."""
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     padded[indices] = hidden_states
     return padded.reshape(batch, seqlen, *hidden_states.shape[1:])

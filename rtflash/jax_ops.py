@@ -119,12 +119,11 @@ def append(
 
     XLA copies a cache first where the caller may still use the old one.
     """
-    if not tensor.framework(inputs[0]).is_traced(inputs) and all(
-        x.platform == "cpu" for x in inputs[0].sharding.device_set
-    ):
+    traced = tensor.framework(inputs[0]).is_traced(inputs)
+    if not traced and all(x.platform == "cpu" for x in inputs[0].sharding.device_set):
         return append_on_host(signature, inputs, options, want_lse, cache_seqlen)
     op, operands = described(signature, inputs, options, want_lse, cache_seqlen, True)
-    if cache_seqlen >= 0 and not tensor.framework(inputs[0]).is_traced(inputs):
+    if cache_seqlen >= 0 and not traced:
         # An int is part of what XLA compiles; concrete arrays are decoded in a loop, with another int each time.
         place = signature.inputs.index("cache_seqlens")
         rows = jnp.full(operands[0].shape[0], cache_seqlen, jnp.int32)
