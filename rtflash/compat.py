@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -36,7 +37,8 @@ def install(replace: bool = False) -> None:
 
     There are then flash_attn, flash_attn.flash_attn_interface and flash_attn.bert_padding, and importlib finds a
     distribution flash-attn of version VERSION. Libraries look for these when they are imported: call this first.
-    Calling it again changes nothing.
+    Calling it again changes nothing. Of the interface's private functions there are those by which other libraries
+    build on it; the ones for backward raise NotImplementedError.
 
     Parameters
     ----------
@@ -94,7 +96,7 @@ def real_place() -> str:
 def modules() -> dict[str, ModuleType]:
     """The modules by their full names."""
     functions = {name: getattr(rtflash, name) for name in FUNCTIONS}
-    interface = module(f"{NAME}.flash_attn_interface", functions)
+    interface = module(f"{NAME}.flash_attn_interface", {**functions, **private_functions()})
     padding = module(
         f"{NAME}.bert_padding",
         {x.__name__: x for x in (index_first_axis, pad_input, unpad_input)},
@@ -107,6 +109,80 @@ def modules() -> dict[str, ModuleType]:
     }
     top = module(NAME, contents, is_package=True)
     return {x.__name__: x for x in (top, interface, padding)}
+
+
+def private_functions() -> dict[str, Any]:
+    """What ring-flash-attention, diffusers and others import besides the public functions."""
+    found: dict[str, Any] = {}
+    for form, forward in (("", dense_forward), ("varlen_", varlen_forward)):
+        for prefix in ("_", "_wrapped_"):
+            found[f"{prefix}flash_attn_{form}forward"] = forward
+            backward = f"{prefix}flash_attn_{form}backward"
+            found[backward] = functools.partial(refuse_backward, backward)
+    return found
+
+
+def dense_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Any,
+    return_softmax: bool,
+) -> tuple[Any, Any, None, None]:
+    """FlashAttention-2's `_flash_attn_forward`: (out, lse, S_dmask, rng_state), the last two None: see flash_attn_func."""
+    window = window_size_left, window_size_right
+    out, lse, dmask = rtflash.flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, return_attn_probs=True
+    )  # fmt: skip
+    return out, lse, dmask, None
+
+
+def varlen_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    return_softmax: bool = False,
+    block_table: Any = None,
+    leftpad_k: Any = None,
+    seqused_k: Any = None,
+    zero_tensors: bool = False,
+    num_splits: int = 0,
+) -> tuple[Any, Any, None, None]:
+    """FlashAttention-2's `_flash_attn_varlen_forward`, as `dense_forward`: see flash_attn_varlen_func.
+
+    zero_tensors is accepted: rows of no sequence are always 0.
+    """
+    if leftpad_k is not None:
+        raise NotImplementedError("leftpad_k is given; packed sequences have no left padding here")
+    window = window_size_left, window_size_right
+    out, lse, dmask = rtflash.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window,
+        softcap, alibi_slopes, return_attn_probs=True, block_table=block_table, seqused_k=seqused_k,
+        num_splits=num_splits,
+    )  # fmt: skip
+    return out, lse, dmask, None
+
+
+def refuse_backward(name: str, *_: Any, **__: Any) -> None:
+    """Stands for a private function that computes gradients."""
+    raise NotImplementedError(f"{name} was called; rtflash has no backward yet")
 
 
 def module(name: str, contents: dict[str, Any], is_package: bool = False) -> ModuleType:

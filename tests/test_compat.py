@@ -85,9 +85,32 @@ def test_installed_names(installed: None) -> None:
     assert callable(unpad_input)
     assert flash_attn.__version__ == compat.VERSION
     with pytest.raises(ImportError):
-        from flash_attn.flash_attn_interface import _flash_attn_backward  # noqa: F401
-    with pytest.raises(ImportError):
         import flash_attn.layers
+
+
+def test_private_functions_that_libraries_build_on(installed: None) -> None:
+    from flash_attn import flash_attn_interface as interface
+
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 2, 16)).astype(np.float16)
+    slopes = np.array([0.1, 0.2], np.float32)
+    given = (0.0, 0.3, True, 2, 0, 5.0, slopes, False)
+    wanted = rtflash.flash_attn_func(
+        q, k, v, 0.0, 0.3, True, (2, 0), 5.0, slopes, return_attn_probs=True
+    )
+    for name in ("_flash_attn_forward", "_wrapped_flash_attn_forward"):
+        got = getattr(interface, name)(q, k, v, *given)
+        np.testing.assert_array_equal(got[0], wanted[0])
+        np.testing.assert_array_equal(got[1], wanted[1])
+        assert got[2:] == (None, None)
+    packed, cu = [x.reshape(10, 2, 16) for x in (q, k, v)], np.array([0, 5, 10], np.int32)
+    got = interface._flash_attn_varlen_forward(*packed, cu, cu, 5, 5, *given)
+    np.testing.assert_array_equal(got[0].reshape(q.shape), wanted[0])
+    np.testing.assert_array_equal(got[1].reshape(2, 2, 5).swapaxes(0, 1), wanted[1])
+    with pytest.raises(NotImplementedError, match="leftpad_k"):
+        interface._flash_attn_varlen_forward(*packed, cu, cu, 5, 5, *given, leftpad_k=cu)
+    for name in ("_flash_attn_backward", "_wrapped_flash_attn_varlen_backward"):
+        with pytest.raises(NotImplementedError, match=f"^{name} was called; .*no backward yet"):
+            getattr(interface, name)(q, k, v, causal=True)
 
 
 def test_what_libraries_ask_of_importlib(installed: None) -> None:
