@@ -135,7 +135,7 @@ def dense_forward(
     alibi_slopes: Any,
     return_softmax: bool,
 ) -> tuple[Any, Any, None, None]:
-    """FlashAttention-2's `_flash_attn_forward`: (out, lse, S_dmask, rng_state), the last two None: see flash_attn_func."""
+    """FlashAttention-2's `_flash_attn_forward`: (out, lse, S_dmask, rng_state), the last two None."""
     window = window_size_left, window_size_right
     out, lse, dmask = rtflash.flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, return_attn_probs=True

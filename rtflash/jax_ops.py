@@ -51,10 +51,10 @@ class Op(NamedTuple):
     given: tuple[bool, ...]
     appends: bool
 
-    def spread(self, operands: Sequence[Any], missing: Any = None) -> list[Any]:
-        """Operands, each at its input's place, and `missing` for those that are not given."""
+    def spread(self, operands: Sequence[Any]) -> list[Any]:
+        """Operands, each at its input's place, and None for those that are not given."""
         rest = iter(operands)
-        return [next(rest) if given else missing for given in self.given]
+        return [next(rest) if given else None for given in self.given]
 
     def names(self) -> list[str]:
         """What the caller calls the operands."""
@@ -346,27 +346,32 @@ class DeviceCall:
     Attributes
     ----------
     workspace : what XLA is asked for besides the results; see Plan.new_workspace.
+    read : (operand, input) of what is only read, by their places.
+    written : (result, input) of the caches, which XLA gives as one buffer.
     """
 
     def __init__(self, op: Op, operands: Sequence[Any]) -> None:
         self.op = op
         self.abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-        self.caches = op.written()
+        places = [place for place, given in enumerate(op.given) if given]
+        caches = op.written()
+        self.read = [(i, place) for i, place in enumerate(places) if i not in caches]
+        self.written = [(1 + op.want_lse + n, places[i]) for n, i in enumerate(caches)]
         indices = [x.local_hardware_id for x in jax.local_devices(backend="cuda")]
         problem = op.problem(operands)
         elements = max(needed(problem, index) for index in indices)
         self.workspace = (jax.ShapeDtypeStruct((elements,), np.float32),) if elements else ()
         self.elements = elements
         self.plans: dict[tuple[int, int], plan.Plan] = {}
-        self.make(indices[0], [SOMEWHERE] * len(self.abstract))
+        self.make(indices[0], [SOMEWHERE] * len(op.given))
 
     def make(self, index: int, addresses: Sequence[int], stream: int = 0) -> plan.Plan:
-        """The plan for a device and for addresses aligned as these are."""
+        """The plan for a device and for inputs at addresses aligned as these are."""
         op = self.op
         given = op.views(self.abstract, index)
         views = [
             view and view._replace(ptr=address)
-            for view, address in zip(given, op.spread(addresses, 0), strict=True)
+            for view, address in zip(given, addresses, strict=True)
         ]
         problem = call.check(op.signature, tuple(given), views, op.options)
         if needed(problem, index) > self.elements:
@@ -379,20 +384,21 @@ class DeviceCall:
         return made
 
     def __call__(self, context: Any, results: Sequence[Any], *operands: Any) -> None:
-        op, stream = self.op, context.stream
-        addresses = [dlpack.address(x) for x in operands]
+        stream = context.stream
         outs = [dlpack.address(x) for x in results]
-        for place, cache in zip(self.caches, outs[1 + op.want_lse :], strict=False):
-            addresses[place] = cache
+        addresses = [0] * len(self.op.given)
+        for i, place in self.read:
+            addresses[place] = dlpack.address(operands[i])
+        for i, place in self.written:
+            addresses[place] = outs[i]
         index = operands[0].__dlpack_device__()[1]
         found = self.plans.get((index, misalignment(addresses)))
         if found is None:
             found = self.make(index, addresses, stream)
         if found.steps:
-            lse = outs[1] if op.want_lse else 0
+            lse = outs[1] if self.op.want_lse else 0
             workspace = outs[-1] if self.elements else 0
-            spread = op.spread(addresses, 0)
-            plan.launch_at(found, spread, outs[0], lse, workspace, op.cache_seqlen, stream)
+            plan.launch_at(found, addresses, outs[0], lse, workspace, self.op.cache_seqlen, stream)
 
 
 class Buffers(Framework):
