@@ -400,8 +400,9 @@ SHARDED = """
 """
 
 
-def run_sharded(**environment: str) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(SHARDED)]
+def run(code: str, **environment: str) -> None:
+    """Run code in a process of its own, in which XLA_FLAGS and the like count; it must end by printing "done"."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(
         command,
         env=processes.environment(**environment),
@@ -413,14 +414,42 @@ def run_sharded(**environment: str) -> None:
 
 
 def test_shard_map_over_heads_and_batch() -> None:
-    run_sharded(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    run(SHARDED, JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=4")
 
 
 @pytest.mark.gpu
 def test_shard_map_over_gpus() -> None:
     if len([x for x in jax.devices() if x.platform == "gpu"]) < 2:
         pytest.skip("there are fewer than 2 GPUs")
-    run_sharded()
+    run(SHARDED)
+
+
+CACHED = """
+    import jax, numpy as np, rtflash, tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        x = jax.random.normal(jax.random.key(0), (1, 40, 2, 16), "float16")
+        for scale in (0.25, 1.0, 0.25):
+            call = lambda x: rtflash.flash_attn_func(x, x, x, softmax_scale=scale)
+            for _ in range(2):
+                np.testing.assert_array_equal(np.asarray(jax.jit(call)(x)), np.asarray(call(x)))
+                jax.clear_caches()
+    print("done")
+"""
+
+
+def test_options_are_right_in_programs_that_the_persistent_cache_takes_for_one() -> None:
+    run(CACHED, JAX_PLATFORMS="cpu")
+
+
+@pytest.mark.gpu
+def test_options_are_right_in_programs_that_the_persistent_cache_takes_for_one_on_a_gpu() -> None:
+    if not any(x.platform == "gpu" for x in jax.devices()):
+        pytest.skip("this JAX has no GPU")
+    run(CACHED)
 
 
 def test_importing_rtflash_leaves_jax_alone() -> None:
