@@ -137,6 +137,16 @@ def test_nested_jit_checkpoint_and_control_flow(backend: Backend) -> None:
 
 
 @on_both
+def test_without_jit(backend: Backend) -> None:
+    values = cached(backend)
+    q, k, v = values[0], values[3], values[4]
+    wanted = causal(q, k, v), decode(*values[:5], cache_seqlens=values[5])
+    with jax.disable_jit():
+        same(jax.vmap(causal)(q[None], k[None], v[None])[0], wanted[0])
+        same(decode(*values[:5], cache_seqlens=values[5]), wanted[1])
+
+
+@on_both
 def test_empty_work(backend: Backend) -> None:
     q, k, v = qkv(backend)
     call = jax.jit(functools.partial(causal, return_attn_probs=True))
