@@ -29,6 +29,7 @@ class Signature:
 
     Attributes
     ----------
+    function : its name.
     inputs : what the caller calls them, in the order in which `attend` gets them.
     required : how many of them, from the first on, must not be None.
     arrange : makes Tensors of them, be they Views or NumPy arrays.
@@ -38,6 +39,7 @@ class Signature:
     wants_lse : what the caller calls the option that asks for the LSE.
     """
 
+    function: str
     inputs: tuple[str, ...]
     required: int
     arrange: Callable[..., Tensors]
@@ -86,17 +88,24 @@ def views_of(library: Framework, inputs: tuple[Any, ...], names: tuple[str, ...]
         if x is None:
             views.append(None)
             continue
-        if type(x) in (list, tuple):
-            an_int = "an int, or " if name == "cache_seqlens" else ""
-            raise TypeError(
-                f"{name} is a {type(x).__name__}; it must be {an_int}a tensor of {names[0]}'s library ({library.name})"
-            )
-        if type(x) is not kind and tensor.framework(x, name) is not library:
-            raise TypeError(
-                f"{name} is a {type(x).__name__}; it must come from the same library as {names[0]} ({library.name})"
-            )
+        if type(x) in (list, tuple) or (
+            type(x) is not kind and tensor.framework(x, name) is not library
+        ):
+            raise foreign(x, name, names[0], library)
         views.append(view(x, name))
     return views
+
+
+def foreign(x: Any, name: str, first: str, library: Framework) -> TypeError:
+    """What to raise for an input that does not come from the library of the first one."""
+    if type(x) in (list, tuple):
+        an_int = "an int, or " if name == "cache_seqlens" else ""
+        return TypeError(
+            f"{name} is a {type(x).__name__}; it must be {an_int}a tensor of {first}'s library ({library.name})"
+        )
+    return TypeError(
+        f"{name} is a {type(x).__name__}; it must come from the same library as {first} ({library.name})"
+    )
 
 
 def seen_of(views: list[View | None]) -> Seen:
@@ -133,6 +142,10 @@ def attend(
         want_lse = truth(signature.wants_lse, want_lse)
     library = tensor.framework(inputs[0], signature.inputs[0])
     library.refuse_tracing()
+    if library.is_traced(inputs):
+        from . import jax_ops
+
+        return jax_ops.attend(signature, inputs, options, want_lse, cache_seqlen)
     seen = library.see(inputs) or seen_of(views_of(library, inputs, signature.inputs))
     if seen[1][0][-1] >= 0:
         return on_device(library, signature, inputs, seen, options, want_lse, cache_seqlen)

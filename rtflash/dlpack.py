@@ -284,6 +284,13 @@ def itemsize(dtype: str) -> int:
     return CODES[dtype][1] // 8
 
 
+def address(producer: Any) -> int:
+    """Address of a producer's first element, 0 where there is none; nothing is taken over, and nothing waited for."""
+    capsule = producer.__dlpack__()  # frees the structure when it goes
+    pointer = _capsule_pointer(capsule, UNVERSIONED[0])
+    return ctypes.c_void_p.from_address(pointer).value or 0
+
+
 def relabel(capsule: object, dtype: str, device: tuple[int, int]) -> object:
     """A fresh capsule, its element type and device corrected to a View's dtype of the same size and a DLPack device."""
     for name, _, structure in (VERSIONED, UNVERSIONED):

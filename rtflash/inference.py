@@ -87,10 +87,19 @@ def _cached_keys(cache_seqlens: Any) -> int:
 
 
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "seqused_q", "seqused_k")
-VARLEN = Signature(("q", "k", "v", *SEQUENCES, "block_table"), 4, _varlen, _check_varlen, PLAIN)
-VARLEN_KV = Signature(("q", "kv", *SEQUENCES), 3, _varlen_kv, _check_varlen, KV)
+VARLEN = Signature(
+    "flash_attn_varlen_func",
+    ("q", "k", "v", *SEQUENCES, "block_table"),
+    4,
+    _varlen,
+    _check_varlen,
+    PLAIN,
+)
+VARLEN_KV = Signature(
+    "flash_attn_varlen_kvpacked_func", ("q", "kv", *SEQUENCES), 3, _varlen_kv, _check_varlen, KV
+)
 VARLEN_QKV = Signature(
-    ("qkv", "cu_seqlens", *SEQUENCES[2:]), 2, _varlen_qkv, _check_varlen,
+    "flash_attn_varlen_qkvpacked_func", ("qkv", "cu_seqlens", *SEQUENCES[2:]), 2, _varlen_qkv, _check_varlen,
     {
         **QKV, "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens",
         "max_seqlen_q": "max_seqlen", "max_seqlen_k": "max_seqlen",
@@ -104,13 +113,24 @@ CACHE_INPUTS = ("q", "k_cache", "v_cache", "cache_seqlens", "k", "v")
 RARE = ("rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "alibi_slopes")
 LSE = "return_softmax_lse"
 KVCACHE = Signature(
-    (*CACHE_INPUTS, "block_table", *RARE), 3, _kvcache, _check_kvcache, CACHE, wants_lse=LSE
+    "flash_attn_with_kvcache",
+    (*CACHE_INPUTS, "block_table", *RARE),
+    3,
+    _kvcache,
+    _check_kvcache,
+    CACHE,
+    wants_lse=LSE,
 )
 # FlashAttention-3 calls the block table page_table.
 KVCACHE_PAGES = Signature(
-    (*CACHE_INPUTS, "page_table", *RARE), 3, _kvcache, _check_kvcache, {**CACHE, "block_table": "page_table"},
+    "flash_attn_with_kvcache",
+    (*CACHE_INPUTS, "page_table", *RARE),
+    3,
+    _kvcache,
+    _check_kvcache,
+    {**CACHE, "block_table": "page_table"},
     wants_lse=LSE,
-)  # fmt: skip
+)
 
 
 def flash_attn_varlen_func(
@@ -260,11 +280,12 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Attention over the keys and values of a cache, after k and v have been written into it (FlashAttention-2).
 
-    New key i of sequence b goes to slot cache_seqlens[b] + i of the cache, which is changed in place. Attention then
-    sees slots cache_leftpad[b] to cache_seqlens[b] + seqlen_new. With rotary tables new keys are rotated before they
-    are written, key i to position cache_seqlens[b] + i; query i is rotated to position cache_seqlens[b] + i if the call
-    is causal or has a window (a bound other than -1, however wide), else to cache_seqlens[b]. The caches must share no
-    elements with each other, with q, k or v, or with the tensors of lengths, indices and tables.
+    New key i of sequence b goes to slot cache_seqlens[b] + i of the cache, which is changed in place (of JAX arrays a
+    new one is returned). Attention then sees slots cache_leftpad[b] to cache_seqlens[b] + seqlen_new. With rotary
+    tables new keys are rotated before they are written, key i to position cache_seqlens[b] + i; query i is rotated to
+    position cache_seqlens[b] + i if the call is causal or has a window (a bound other than -1, however wide), else to
+    cache_seqlens[b]. The caches must share no elements with each other, with q, k or v, or with the tensors of lengths,
+    indices and tables.
 
     What lies on the host is checked, an int as cache_seqlens too. Lengths, indices and tables on a GPU are not read by
     the host: there, keys that do not fit the cache, or whose page does not exist, are not written, and nothing is read
@@ -277,7 +298,7 @@ def flash_attn_with_kvcache(
         With block_table pages (pages, page_size, heads_k, head_dim), of any size from 1.
     v_cache : as k_cache, with head_dim_v.
     k, v : (batch, seqlen_new, heads_k, head_dim), (batch, seqlen_new, heads_k, head_dim_v): to be appended; both or
-        neither. JAX arrays cannot be written: with k given they are refused.
+        neither. JAX arrays are never changed: with k the caches are results.
     rotary_cos, rotary_sin : (positions, rotary_dim / 2) of q's dtype; rotary_dim <= head_dim, and a position for each
         slot that a sequence has. Only with k and v. (RoFormer: Su et al., 2021.)
     cache_seqlens : int, or int32 (batch,): keys in the cache before the call, counted from slot 0; None: the whole
@@ -298,6 +319,8 @@ def flash_attn_with_kvcache(
     -------
     out : (batch, seqlen_q, heads, head_dim_v). 0 in rows that see no key.
     softmax_lse : (batch, heads, seqlen_q) fp32, natural logarithm; -inf in the same rows. Only with return_softmax_lse.
+    k_cache, v_cache : as the arguments. Only of JAX arrays, with k: the call returns (out, k_cache, v_cache), or (out,
+        softmax_lse, k_cache, v_cache), and leaves its arguments as they are.
 
     Raises
     ------
@@ -308,11 +331,6 @@ def flash_attn_with_kvcache(
         if block_table is not None:
             raise ValueError("block_table and page_table are both given; they are one thing")
         signature, block_table = KVCACHE_PAGES, page_table
-    if k is not None and tensor.framework(k_cache, "k_cache").name == "jax":
-        raise TypeError(
-            "k_cache is a JAX array, which cannot be written in place; with k it must be of another library: write k"
-            " and v into the cache first (jax.lax.dynamic_update_slice) and call without them"
-        )
     length = -1
     # Types are compared first: isinstance takes 0.3 us to find that a tensor is no integer.
     if type(cache_seqlens) is not type(q) and isinstance(
@@ -326,5 +344,10 @@ def flash_attn_with_kvcache(
     # Most calls have none of these, each of which costs 0.1 us even so.
     if not (rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None):
         inputs += (rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes)
+    if k is not None and tensor.framework(q, "q").name == "jax":
+        from . import jax_ops
+
+        out, lse, *caches = jax_ops.append(signature, inputs, options, return_softmax_lse, length)
+        return (out, lse, *caches) if return_softmax_lse else (out, *caches)
     out, lse = attend(signature, inputs, options, return_softmax_lse, length)
     return (out, lse) if return_softmax_lse else out

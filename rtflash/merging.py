@@ -43,6 +43,10 @@ def merge_attention_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tu
     names = ("out_a", "lse_a", "out_b", "lse_b")
     library, views = _see((out_a, lse_a, out_b, lse_b), names)
     call = partials.merge(*views)
+    if library.is_traced((out_a, lse_a, out_b, lse_b)):
+        from . import jax_ops
+
+        return jax_ops.merge(call, out_a, lse_a, out_b, lse_b)
     if views[0].device >= 0:
         return _merge_on_device(library, call, (out_a, lse_a, out_b, lse_b), views)
     parts = [host(library, x) for x in (out_a, lse_a, out_b, lse_b)]
@@ -83,6 +87,10 @@ def flash_attn_combine(
     if out is not None and library.name == "jax":
         raise TypeError("out is a JAX array, which cannot be written; it must be None")
     call = partials.combine(views[0], views[1], views[2], dtype)
+    if library.is_traced(inputs):
+        from . import jax_ops
+
+        return jax_ops.combine(call, out_partial, lse_partial)
     target = None if out is None or views[2].device >= 0 else library.host(out)
     writable = target is None or target.flags.writeable
     if not writable or (out is not None and dlpack.is_read_only(views[2])):
@@ -104,6 +112,10 @@ def _see(inputs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Framework, li
             tensor.framework(x, name)  # raises: None is no tensor
     library = tensor.framework(inputs[0], names[0])
     library.refuse_tracing()
+    if library.is_traced(inputs):
+        from . import jax_ops
+
+        return library, jax_ops.views_of(inputs, names)
     return library, views_of(library, inputs, names)
 
 

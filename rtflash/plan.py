@@ -98,21 +98,25 @@ def make(
     if spec.isa == 90:
         maps = tensor_map.maps(spec, call.heads // call.heads_k, *tensors[:3])
         mapped = picker([view.ptr for view in marked[:3]], shifts, first)
-    partial = partial_elements(call, spec, grid)
-    workspace = partial + 1 if grid.draws else partial
+    elements = workspace_elements(call, spec, grid)
     return Plan(
         call,
         max(lengths.longest_cached(call, call.seqlen_k), -1),
         index,
         library.allocator(call.out_shape, call.dtype, index),
         library.allocator(call.lse_shape, "fp32", index),
-        library.allocator((workspace,), "fp32", index) if workspace else None,
-        4 * partial if grid.draws else -1,
+        library.allocator((elements,), "fp32", index) if elements else None,
+        4 * partial_elements(call, spec, grid) if grid.draws else -1,
         steps,
         tuple(shifts),
         maps,
         mapped,
     )
+
+
+def workspace_elements(call: Problem, spec: Spec, grid: select.Grid) -> int:
+    """How many elements, of four bytes, a forward needs besides its tensors; see Plan.new_workspace."""
+    return partial_elements(call, spec, grid) + grid.draws
 
 
 def append_launch(call: Problem, tensors: Tensors, marked: Tensors) -> list[Launch]:
@@ -205,15 +209,39 @@ def run(
     out, lse : of Plan.new_out and new_lse; lse None: not wanted.
     cache_seqlen : see call.attend.
     """
-    call, _, index, _, _, new_workspace, counter, steps, shifts, maps, mapped = plan
-    if not steps:
+    if not plan.steps:
         return
-    workspace = None if new_workspace is None else new_workspace()
-    numbers: list[Any] = [
-        0,
+    workspace = None if plan.new_workspace is None else plan.new_workspace()
+    stream = library.stream(plan.device)
+    launch_at(
+        plan,
+        addresses,
         library.pointer(out),
         0 if lse is None else library.pointer(lse),
         0 if workspace is None else library.pointer(workspace),
+        cache_seqlen,
+        stream,
+    )
+    if held:
+        library.hold(stream, plan.device, held)
+
+
+def launch_at(
+    plan: Plan,
+    addresses: Sequence[int],
+    out: int,
+    lse: int,
+    workspace: int,
+    cache_seqlen: int,
+    stream: int,
+) -> None:
+    """Launch a call whose outputs and workspace, if there is any, are at these addresses; lse 0: not wanted."""
+    call, _, index, _, _, _, counter, steps, shifts, maps, mapped = plan
+    numbers: list[Any] = [
+        0,
+        out,
+        lse,
+        workspace,
         call.seqlen_q,
         call.seqlen_k if cache_seqlen < 0 else cache_seqlen + call.seqlen_new,
         *NO_MAPS,
@@ -225,7 +253,4 @@ def run(
         numbers[Q_MAP:INPUTS] = [
             x.at(address) for x, address in zip(maps, mapped(numbers), strict=True)
         ]
-    stream = library.stream(index)
-    launch.run(steps, numbers, stream, index, 0 if counter < 0 else numbers[WORKSPACE] + counter)
-    if held:
-        library.hold(stream, index, held)
+    launch.run(steps, numbers, stream, index, 0 if counter < 0 else workspace + counter)

@@ -47,7 +47,7 @@ def framework(x: Any, name: str = "tensor") -> Framework:
     Raises
     ------
     TypeError
-        x is no tensor, or one without memory (a traced JAX value, torch's fake tensors); `name` names it.
+        x is no tensor, or one without memory (torch's fake tensors); `name` names it.
     """
     found = _by_type.get(type(x))
     if found is None:
@@ -82,12 +82,8 @@ def recognise(x: Any, name: str) -> Framework:
                 return only(Numpy)
             case "cupy", "ndarray":
                 return only(Cupy)
-            case "jax" | "jaxlib", "ArrayImpl":
+            case ("jax" | "jaxlib", "ArrayImpl") | ("jax", "Tracer"):
                 return only(Jax)
-            case "jax", "Tracer":
-                raise TypeError(
-                    f"{name} is a traced JAX value ({shown}); rtflash must be called outside jit, grad and vmap for now"
-                )
     if not (hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__")):
         raise TypeError(f"{name} is a {shown}; it must be {ACCEPTED}")
     return Producer(shown, own_from_dlpack(x))

@@ -66,6 +66,10 @@ class Framework:
     def refuse_tracing(self) -> None:
         """Raise TypeError where the library records operations instead of running them: it would not record ours."""
 
+    def is_traced(self, inputs: tuple[Any, ...]) -> bool:
+        """Whether any of a call's inputs has no memory, because a transformation of JAX's traces it: see jax_ops.py."""
+        return False
+
     def see(self, inputs: tuple[Any, ...]) -> Seen | None:
         """A call's inputs at once, where there is a shorter way than `view` of each and nothing unusual about any.
 

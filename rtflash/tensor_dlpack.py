@@ -72,7 +72,7 @@ class Producer(Framework):
 
 
 class Jax(Framework):
-    """JAX, concrete arrays.
+    """JAX; all but `is_traced` for concrete arrays.
 
     On a GPU, work goes to a stream of XLA's that exists for outside work. It waits for the inputs as DLPack exports
     them, and XLA's own stream waits for it in `hold`; the host waits for neither.
@@ -89,6 +89,10 @@ class Jax(Framework):
         self.streams: dict[Any, int] = {}
         self.tokens: dict[int, Any] = {}  # CUDA index -> one float of CuPy's
         self.read = jax.jit(lambda token: token + 1)
+        self.tracer = jax.core.Tracer
+
+    def is_traced(self, inputs: tuple[Any, ...]) -> bool:
+        return any(isinstance(x, self.tracer) for x in inputs)
 
     def view(self, x: Any, name: str = "tensor") -> View:
         if isinstance(x, Export):

@@ -522,8 +522,8 @@ def test_case_b43_traced_values(backend: Backend) -> None:
     import jax
 
     x = backend.make(zeros(1, 4, 1, 16))
-    with pytest.raises(TypeError, match=r"jit|traced"):
-        jax.jit(rtflash.flash_attn_func)(x, x, x)
+    out = jax.jit(rtflash.flash_attn_func)(x, x, x)
+    np.testing.assert_array_equal(backend.to_numpy(out), zeros(1, 4, 1, 16))
 
 
 @pytest.mark.parametrize(

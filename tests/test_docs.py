@@ -1,4 +1,4 @@
-"""docs/: links and named files exist; docs/emulation.md tells of every file of the host and its example runs."""
+"""docs/: links and named files exist, examples run; docs/emulation.md tells of every file of the host."""
 
 from __future__ import annotations
 
@@ -41,3 +41,14 @@ def test_the_example_of_emulation_runs() -> None:
         exec(block, scope)
     assert (scope["report"].out == 1).all()
     assert not scope["report"].findings
+
+
+@pytest.mark.parametrize("page", ["jax.md", "migrate.md"])
+def test_examples_run(page: str) -> None:
+    if page == "jax.md":
+        pytest.importorskip("jax")
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    assert blocks
+    for block in blocks:
+        exec(block, {})

@@ -36,6 +36,7 @@ KERNEL_MODULES = (
     "call",
     "checks",
     "device",
+    "jax_ops",
     "launch",
     "merging",
     "nvrtc",
