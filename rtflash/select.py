@@ -8,7 +8,7 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-from . import settings
+from . import settings, tuned
 from .device import Device
 from .problem import Combine, Problem
 from .spec import ALIGNMENTS, ELEMENT_BYTES, MAX_SPLITS, AppendSpec, CombineSpec, Spec
@@ -110,17 +110,22 @@ def variant(problem: Problem, device: Device, table: Table) -> Spec:
     p = problem
     prescale = p.softcap > 0 or p.alibi or not LEAST_SCALE <= p.softmax_scale < GREAT_SCALE
     narrow = prescale or (table is not HOPPER and (p.mask == "window" or p.align < WIDEST_LOAD))
-    chosen = tile(max(p.head_dim, p.head_dim_v), device, narrow, table)
     own = table is FEW or table is SOME
     isa = 90 if table is HOPPER else 80 if device.major >= 8 else 75
     # Lengths that a device array may say, or of packed rows, are taken as uneven.
     even = not (own or p.ragged or p.cache_batch or p.page_size)
     # What a single query sees ends with the last key under any right bound.
     full = own and p.seqlen_q == 1 and p.window_left < 0
+    mask = "full" if full else p.mask
+    chosen = None
+    if not prescale and p.align == WIDEST_LOAD:
+        chosen = tuned.tile(table, device, p.dtype, p.head_dim, p.head_dim_v, mask)
+    if chosen is None:
+        chosen = tile(max(p.head_dim, p.head_dim_v), device, narrow, table)
     even_m = even and p.seqlen_q % chosen.block_m == 0
     even_n = even and p.seqlen_k % chosen.block_n == 0
     return make_spec(
-        p.dtype, p.head_dim, p.head_dim_v, chosen, isa, "full" if full else p.mask,
+        p.dtype, p.head_dim, p.head_dim_v, chosen, isa, mask,
         p.softcap > 0, p.alibi, prescale, even_m, even_n, p.align, own, p.ragged, p.page_size > 0, p.rotary,
     )  # fmt: skip
 
