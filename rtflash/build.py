@@ -175,9 +175,7 @@ def from_bundle(packed: bundle.Packed, file: Path) -> Artifact:
     """A bundle's kernel; its source is what the templates make, since they are the same."""
     spec, arch, cubin, flags, compiler, used = packed
     origin = f"bundle {file}"
-    return Artifact(
-        spec, arch, cubin, "", "", flags, Resources(**used), "", None, compiler, origin
-    )
+    return Artifact(spec, arch, cubin, "", "", flags, Resources(**used), "", None, compiler, origin)
 
 
 def cached(spec: AnySpec, arch: str) -> Artifact:

@@ -191,7 +191,9 @@ def code(bundle: Bundle, spec: AnySpec, arch: str) -> Packed | None:
         compiler = (int(row["nvrtc"][0]), int(row["nvrtc"][1]))
         return Packed(spec, arch, cubin, tuple(row["options"]), compiler, row["resources"])
     except Exception as error:  # as in `read`
-        raise BundleError(f"{where} of the bundle {bundle.file} is damaged ({error}): {MAKE}") from None
+        raise BundleError(
+            f"{where} of the bundle {bundle.file} is damaged ({error}): {MAKE}"
+        ) from None
 
 
 def find(spec: AnySpec, arch: str) -> tuple[Packed, Path] | None:

@@ -115,9 +115,7 @@ def tuned() -> bool:
 def bundles() -> tuple[Path, ...]:
     """The files of RTFLASH_BUNDLE."""
     texts = os.environ.get("RTFLASH_BUNDLE", "").split(os.pathsep)
-    return tuple(
-        absolute("RTFLASH_BUNDLE", text.strip()) for text in texts if text.strip()
-    )
+    return tuple(absolute("RTFLASH_BUNDLE", text.strip()) for text in texts if text.strip())
 
 
 def choice(variable: str, count: int, default: int) -> int:

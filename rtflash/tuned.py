@@ -82,9 +82,7 @@ def spec_of(
     """A variant with the tile; ValueError where there can be none."""
     packed = table in ("few", "some")
     isa = 90 if table == "hopper" else 80 if major >= 8 else 75
-    return Spec(
-        dtype, head_dim, head_dim_v, isa=isa, mask=mask, pack_gqa=packed, **tile._asdict()
-    )
+    return Spec(dtype, head_dim, head_dim_v, isa=isa, mask=mask, pack_gqa=packed, **tile._asdict())
 
 
 def file() -> Path:

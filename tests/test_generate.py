@@ -21,6 +21,7 @@ from rtflash.problem import Tensors, kvcache
 from rtflash.spec import Spec
 
 cli, generate, sass = (import_tool(name) for name in ("cli", "generate", "sass"))
+generated, served = (import_tool(name) for name in ("generated", "served"))
 
 PLAIN = [frozenset()]
 CLEAN = Resources(
@@ -35,7 +36,7 @@ def run(*arguments):
 def fake_compile(log="", **resources):
     """A compiler that needs no NVRTC and gives every variant the same resources."""
 
-    def compile(spec, arch):
+    def compile(spec, arch, lines=True):
         used = dataclasses.replace(CLEAN, **resources)
         return build.Artifact(spec, arch, b"\x7fELF", "// source", log, (), used, "0" * 12, None)
 
@@ -55,14 +56,14 @@ def fake(monkeypatch):
 
 
 def test_variants_are_distinct_and_as_asked():
-    calls = generate.problems(
+    calls = served.problems(
         ["fp16", "bf16"],
         [(64, 64), (192, 128)],
         ["full", "causal", "window"],
         PLAIN,
         [(8192, 8192)],
     )
-    chosen, refused = generate.variants(["sm_80", "sm_90a"], calls)
+    chosen, refused = served.variants(["sm_80", "sm_90a"], calls)
     assert not refused
     assert len(set(chosen)) == len(chosen) == 2 * 2 * 3 * 2
     specs = [variant.spec for variant in chosen]
@@ -71,15 +72,15 @@ def test_variants_are_distinct_and_as_asked():
 
 
 def test_four_variants_by_length():
-    calls = list(generate.problems(["fp16"], [(64, 64)], ["full"], PLAIN, generate.LENGTHS["all"]))
-    chosen, _ = generate.variants(["sm_80"], calls)
+    calls = list(served.problems(["fp16"], [(64, 64)], ["full"], PLAIN, served.LENGTHS["all"]))
+    chosen, _ = served.variants(["sm_80"], calls)
     assert {(v.spec.even_m, v.spec.even_n) for v in chosen} == {
         (m, n) for m in (False, True) for n in (False, True)
     }
 
 
 def test_table_is_listed_for_each_architecture():
-    chosen = generate.table_variants(["sm_75", "sm_90a"])
+    chosen = served.table_variants(["sm_75", "sm_90a"])
     assert len(set(chosen)) == len(chosen)
     assert {variant.arch for variant in chosen} == {"sm_75", "sm_90a"}
     assert all(variant.spec.isa == 75 for variant in chosen if variant.arch == "sm_75")
@@ -102,8 +103,8 @@ def test_inference_variants_are_those_of_warmup(monkeypatch, options, mask):
     monkeypatch.setattr(
         build, "kernel", lambda spec, gpu: loaded.add(spec) or SimpleNamespace(spec=spec)
     )
-    calls = generate.problems(["bf16"], [(64, 64)], [mask], PLAIN, generate.LENGTHS["all"])
-    chosen, _ = generate.variants(["sm_90a"], calls, generate.Inference(**options))
+    calls = served.problems(["bf16"], [(64, 64)], [mask], PLAIN, served.LENGTHS["all"])
+    chosen, _ = served.variants(["sm_90a"], calls, served.Inference(**options))
     kvcache = {"kvcache": options["decode"]} if "decode" in options else {}
     others = {name: value for name, value in options.items() if name != "decode"}
     features = {"full": {}, "causal": {"causal": True}, "window": {"window": True}}[mask]
@@ -117,9 +118,9 @@ def test_inference_variants_are_those_of_warmup(monkeypatch, options, mask):
 
 
 def test_decoding_needs_splits_and_their_merge():
-    calls = generate.problems(["bf16"], [(128, 128)], ["causal"], PLAIN, [(8192, 8192)])
-    wanted = generate.Inference(decode=True, append=True, rotary="interleaved")
-    specs = [variant.spec for variant in generate.variants(["sm_80"], calls, wanted)[0]]
+    calls = served.problems(["bf16"], [(128, 128)], ["causal"], PLAIN, [(8192, 8192)])
+    wanted = served.Inference(decode=True, append=True, rotary="interleaved")
+    specs = [variant.spec for variant in served.variants(["sm_80"], calls, wanted)[0]]
     assert {spec.kernel_file for spec in specs} == {"forward_sm80.cu", "combine.cu", "append.cu"}
     forward = [spec for spec in specs if isinstance(spec, Spec)]
     assert {(spec.split, spec.key_warps > 1) for spec in forward} == {
@@ -155,8 +156,8 @@ def test_inference_is_compiled_with_the_dense_calls(fake):
 
 def test_features_reach_the_spec():
     both = frozenset({"softcap", "alibi"})
-    calls = generate.problems(["fp16"], [(64, 64)], ["full"], [both], [(8192, 8192)])
-    (variant,), _ = generate.variants(["sm_80"], calls)
+    calls = served.problems(["fp16"], [(64, 64)], ["full"], [both], [(8192, 8192)])
+    (variant,), _ = served.variants(["sm_80"], calls)
     assert variant.spec.softcap
     assert variant.spec.alibi
 
@@ -180,7 +181,7 @@ def test_a_fault_fails_unless_allowed(fake, found):
 
 
 def test_an_error_of_the_compiler_is_shown(fake, monkeypatch, tmp_path):
-    def refuse(spec, arch):
+    def refuse(spec, arch, lines):
         raise build.CompileError(spec, arch, (), "softmax.cuh(3): error: no", tmp_path)
 
     fake()
@@ -222,16 +223,16 @@ def test_launch_json_says_how_to_launch():
     assert few.pack_gqa
     assert grid.splits == 3
     numbers = {"seqlen_q": 5, "group": 3, "heads": 6, "batch": 2, "splits": 3}
-    assert blocks(generate.launch_record(few), **numbers) == grid.blocks
+    assert blocks(generated.launch_record(few), **numbers) == grid.blocks
     many = dataclasses.replace(few, pack_gqa=False)
-    assert blocks(generate.launch_record(many), **numbers) == select.grid(many, odd, gpu, 3).blocks
+    assert blocks(generated.launch_record(many), **numbers) == select.grid(many, odd, gpu, 3).blocks
     append, grid = select.append(odd)
     numbers = {"batch": 2, "seqlen_new": 4, "heads": 2}
-    assert blocks(generate.launch_record(append), **numbers) == grid.blocks
+    assert blocks(generated.launch_record(append), **numbers) == grid.blocks
     merge, grid = select.combine(select.splits_combine(odd, 3), True)
-    assert blocks(generate.launch_record(merge), batch=2, seqlen=5, heads=6) == grid.blocks
+    assert blocks(generated.launch_record(merge), batch=2, seqlen=5, heads=6) == grid.blocks
 
-    described = generate.launch_record(few)
+    described = generated.launch_record(few)
     assert described["symbol"] == few.name
     assert (described["threads"], described["dynamic_shared_bytes"]) == (
         few.threads,
@@ -335,7 +336,7 @@ def test_table_compiles_the_table(fake):
     fake()
     result = run("--table", "--arch", "sm_75")
     assert result.exit_code == 0, result.output
-    assert f"variants: {len(generate.table_variants(['sm_75']))}," in result.output
+    assert f"variants: {len(served.table_variants(['sm_75']))}," in result.output
 
 
 def test_sass_counts_instructions():
@@ -356,7 +357,7 @@ def test_sass_counts_instructions():
 def test_hopper_gets_a_kernel_of_its_own():
     """For tensors that TMA can copy: rows of whole 16 bytes."""
     for dim, isa in ((64, 90), (60, 80)):
-        calls = generate.problems(["bf16"], [(dim, dim)], ["full"], PLAIN, [(1024, 1024)])
-        chosen, refused = generate.variants(["sm_90a"], calls)
+        calls = served.problems(["bf16"], [(dim, dim)], ["full"], PLAIN, [(1024, 1024)])
+        chosen, refused = served.variants(["sm_90a"], calls)
         assert [variant.spec.isa for variant in chosen] == [isa]
         assert not refused
