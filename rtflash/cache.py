@@ -232,7 +232,7 @@ def unusable(directory: Path) -> str | None:
 
 @contextlib.contextmanager
 def locked(place: Path) -> Iterator[None]:
-    """Hold the lock of a variant's folder, or of a file, or none if the file system has no locks or the holder is stuck."""
+    """Hold a folder's or file's lock, or none if the file system has no locks or the holder is stuck."""
     import filelock
 
     lock = filelock.FileLock(place.with_name(f".{place.name}.lock"), timeout=LOCK_TIMEOUT_S)

@@ -46,7 +46,7 @@ def write(place: Path, files: Mapping[str, bytes], described: Mapping[str, objec
 def keep(
     spec: AnySpec, arch: str, files: Mapping[str, bytes], described: Mapping[str, object]
 ) -> None:
-    """Write a loaded variant's files, PTX and SASS among them, to RTFLASH_DUMP, if it is set; a call never fails for it.
+    """Write a loaded variant's files, PTX and SASS among them, to RTFLASH_DUMP, if it is set. No call fails for it.
 
     `files` and `described` are those of the cache. A source that somebody has edited there stays.
     """
@@ -81,7 +81,7 @@ def is_edited(file: Path, source: bytes) -> bool:
 
 
 def read(file: Path) -> str:
-    """A source that an editor may have given a byte order mark and other line ends; text of no encoding stays visible."""
+    """A source, to which an editor may have given a byte order mark, other line ends, another encoding."""
     return file.read_text(encoding="utf-8-sig", errors="backslashreplace")
 
 

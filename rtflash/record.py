@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,14 @@ def from_text(said: str) -> AnySpec:
     kernel = pairs.pop("kernel", "")
     if kernel not in KERNELS:
         raise ValueError(f"kernel is {kernel!r}; it must be one of {', '.join(KERNELS)}")
-    types = {field.name: field.type for field in dataclasses.fields(KERNELS[kernel])}
-    read = {"int": int, "bool": {"True": True, "False": False}.__getitem__, "str": str}
+    types: dict[str, Any] = {x.name: x.type for x in dataclasses.fields(KERNELS[kernel])}
+    readers: dict[str, Callable[[str], object]] = {
+        "int": int,
+        "bool": {"True": True, "False": False}.__getitem__,
+        "str": str,
+    }
     try:
-        fields = {name: read[types[name]](value) for name, value in pairs.items()}
+        fields = {name: readers[types[name]](value) for name, value in pairs.items()}
     except (KeyError, ValueError) as error:
         raise ValueError(f"no variant has {error} as a field or a value") from None
     return parse({"arch": "", "kernel": kernel, "spec": fields})[0]

@@ -7,7 +7,6 @@ rtflash wrote, or no kernel could be made with, is not used.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,7 +41,7 @@ class Key(NamedTuple):
     mask: str
 
 
-_forced: dict[str, Tile] = {}  # by table
+_forced: dict[str, Tile | None] = {}  # by table; None: its own
 
 
 def tile(
@@ -67,13 +66,20 @@ def tile(
 
 
 @contextlib.contextmanager
-def forced(table: str, tile: Tile) -> Iterator[None]:
-    """Within, calls that a table serves take this tile; not those with prescaled scores or short loads."""
-    _forced[table] = tile
+def forced(tiles: Mapping[str, Tile | None]) -> Iterator[None]:
+    """Within, calls that one of these tables serves take its tile; not those with prescaled scores or short loads."""
+    kept = dict(_forced)
+    _forced.update(tiles)
     try:
         yield
     finally:
-        del _forced[table]
+        _forced.clear()
+        _forced.update(kept)
+
+
+def ignored() -> contextlib.AbstractContextManager[None]:
+    """Within, calls take the tables' tiles."""
+    return forced(dict.fromkeys(NAMES))
 
 
 def spec_of(

@@ -14,7 +14,7 @@ from rich.markup import escape
 import rtflash
 from rtflash import bundle, cache, device, nvrtc, settings, tuned
 
-from . import bench, demo, generate
+from . import autotune, bench, demo, generate
 from .screen import console, frameless, size
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -23,6 +23,7 @@ app.add_typer(cache_app, name="cache")
 app.command("demo")(demo.command)
 app.command("generate")(generate.command)
 app.command("bench")(bench.command)
+app.command("tune")(autotune.command)
 
 PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "cupy", "torch", "jax", "ml_dtypes")
 

@@ -44,7 +44,7 @@ CALL_OPTIONS = (
 )  # fmt: skip
 
 
-def compile_all(chosen: Sequence[Variant], jobs: int, lines: bool) -> Iterator[Outcome]:
+def compile_all(chosen: Sequence[Variant], jobs: int, lines: bool = True) -> Iterator[Outcome]:
     """Compile in `jobs` threads, with line numbers for profilers or without; outcomes come as they finish.
 
     NVRTC runs outside the interpreter's lock: two threads take half the time of one (measured).
