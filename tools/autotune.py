@@ -22,7 +22,7 @@ from rtflash.device import Device
 from rtflash.problem import Problem, Tensors, dense
 from rtflash.spec import DTYPES, AnySpec, Spec
 from rtflash.tensor import framework
-from rtflash.tiles import Tile
+from rtflash.tiles import SOME_ROWS, Tile
 
 from . import bench, chart, trial
 from .generate import head_dims
@@ -106,11 +106,15 @@ def serving(shape: Shape, gpu: Device) -> Serving:
 
 def launched(shape: Shape, table: str, tile: Tile, gpu: Device) -> list[AnySpec]:
     """The variants that a shape launches with a tile."""
-    problem = shape.problem()
-    with tuned.forced({table: tile}):
-        spec, grid = select.forward(problem, gpu)
-    merge = select.combine(select.splits_combine(problem, grid.splits), True)[0]
+    spec, grid = forward_of(shape, table, tile, gpu)
+    merge = select.combine(select.splits_combine(shape.problem(), grid.splits), True)[0]
     return [spec, merge] if spec.split else [spec]
+
+
+def forward_of(shape: Shape, table: str, tile: Tile, gpu: Device) -> tuple[Spec, select.Grid]:
+    """What a shape would run on if a table had the tile."""
+    with tuned.forced({table: tile}):
+        return select.forward(shape.problem(), gpu)
 
 
 def siblings(shape: Shape, table: str, tile: Tile, gpu: Device) -> list[Spec]:
@@ -143,7 +147,10 @@ def candidates(shape: Shape, now: Serving, gpu: Device, given: Sequence[Tile]) -
                     f"--tile: {trial.label(tile)} is none for {shape.said()}: {error}"
                 ) from None
             continue
-        if spec.shared_bytes <= gpu.shared_bytes_per_block:
+        # A tile may be so large that another table serves the shape.
+        if spec.shared_bytes <= gpu.shared_bytes_per_block and tile == tile_of(
+            forward_of(shape, now.table, tile, gpu)[0]
+        ):
             fitting.append(tile)
     return list(dict.fromkeys([now.tile, *fitting]))
 
@@ -171,7 +178,10 @@ def make_call(
     views = [library.view(x) for x in qkv]
     problem = dense(*views, window_size=WINDOWS[shape.mask], num_splits=num_splits)
     with tuned.forced({table: tile}):
+        spec, _ = select.forward(problem, device.get(views[0].device))
         made = plan.make(library, Tensors, problem, views)
+    if tile_of(spec) != tile:
+        raise ValueError(f"{problem} does not run on the table {table}, which is being tuned")
     out = made.new_out()
 
     def queue() -> Any:
@@ -197,12 +207,13 @@ def random_inputs(shape: Shape) -> list[Any]:
 
 
 def is_right(shape: Shape, table: str, tile: Tile) -> bool:
-    """Whether small calls of uneven lengths, with the keys whole and (where the table may) split, agree with float64."""
+    """Whether small calls of uneven lengths, with keys whole and, in tables for it, split, agree with float64."""
     import torch
 
     group = shape.heads // shape.heads_k
-    splits = (1, 3) if table in ("few", "some") else (1,)
-    rows = shape.seqlen_q if table in ("few", "some") else 2 * tile.block_m + 7
+    packed = table in ("few", "some")
+    splits = (1, 3) if packed else (1,)
+    rows = min(shape.seqlen_q, SOME_ROWS // group) if packed else 2 * tile.block_m + 7
     left, right = WINDOWS[shape.mask]
     for tiles in (1, 11):
         keys = tiles * tile.block_n - 7
@@ -400,10 +411,8 @@ def command(
     Minutes for each head_dim and mask. Exits 1 if a tile computes something wrong, 2 if nothing can be measured.
     """
     (kind,) = items(dtype, "--dtype", DTYPES)[:1]
-    lengths = (
-        whole(queries or seqlen, "--queries", LONGEST),
-        whole(seqlen, "--seqlen", LONGEST),
-    )
+    keys = whole(seqlen, "--seqlen", LONGEST)
+    lengths = whole(queries or keys, "--queries", LONGEST), keys
     sizes = (
         whole(batch, "--batch", MOST),
         whole(heads, "--heads", MOST),

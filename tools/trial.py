@@ -35,7 +35,9 @@ HOPPER_SIZES = [
     for warps, block_n, stages in itertools.product((8, 12), range(64, 192, 16), (2, 3))
 ]
 # Registers that a thread of two and of three warpgroups that multiply can claim: see templates/forward_sm90.cu.
-HOPPER_REGISTERS = {8: 240, 12: 160}
+HOPPER_REGISTERS = {8: 232, 12: 160}
+# Of these, what it needs beside its parts of O and S: the most with which the tables' tiles pass.
+HOPPER_OTHER_REGISTERS = 32
 # Registers of an SM and of a thread, on every architecture so far.
 SM_REGISTERS, MAX_REGISTERS = 64 * KIB, 255
 # Registers of a thread beside its parts of O, S and Q: the least with which a tile did not spill, measured on sm_90a.
@@ -127,7 +129,7 @@ def hopper_candidates(head_dim: int) -> list[Tile]:
         tile = Tile(*size)
         spec = tuned.spec_of("hopper", 9, "bf16", head_dim, head_dim, "full", tile)
         # A warpgroup's 64 rows: O, S, and S again as 16-bit operands.
-        needed = padded_head_dim(head_dim) / 2 + tile.block_n * 0.75 + OTHER_REGISTERS
+        needed = padded_head_dim(head_dim) / 2 + tile.block_n * 0.75 + HOPPER_OTHER_REGISTERS
         if needed <= HOPPER_REGISTERS[tile.warps] and spec.shared_bytes <= SM90_SHARED_BYTES:
             found.append(tile)
     return found
