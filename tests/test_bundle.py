@@ -1,4 +1,4 @@
-"""bundle.py, record.py: bundles are used without NVRTC or refused with the reason; records are whole, without doubles."""
+"""bundle.py, record.py: bundles are used without NVRTC or refused with the reason; records hold a variant once."""
 
 from __future__ import annotations
 

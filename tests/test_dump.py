@@ -17,6 +17,7 @@ from rtflash.spec import Spec
 pytest.importorskip("cupy", reason="NVRTC is called through CuPy")
 
 SMALL = Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75)
+EDIT = 'extern "C" __global__ void rtflash_edited() {}'
 A100 = device.for_arch("sm_80")
 
 
@@ -70,7 +71,7 @@ def load(monkeypatch):
 def edit(file, old, new):
     text = file.read_text(encoding="utf-8")
     assert old in text
-    file.write_text(text.replace(old, new), encoding="utf-8")
+    file.write_text(text.replace(old, new, 1), encoding="utf-8")
 
 
 def test_dump_edit_override(monkeypatch, root, said):
@@ -82,8 +83,7 @@ def test_dump_edit_override(monkeypatch, root, said):
     assert json.loads((place / "spec.json").read_text())["spec"] == SMALL.to_dict()
     assert (place / "build.log").exists()
 
-    # Another block of instructions, and a line that shows where errors are.
-    edit(place / "kernel.cu", "#line", "__device__ int rtflash_edited;\n#line")
+    edit(place / "kernel.cu", "#line", EDIT + "\n#line")
     monkeypatch.delenv("RTFLASH_DUMP")
     monkeypatch.setenv("RTFLASH_OVERRIDE", str(root))
     said.clear()
@@ -120,7 +120,7 @@ def test_an_edited_source_stays_and_is_told_of(monkeypatch, root, said):
     assert any(f"{file} is not what {SMALL.name} runs" in line for line in said)
     assert (file.parent / "kernel.ptx").read_bytes() == before[1]
     # With both set to the same folder, what the edited source makes is kept beside it.
-    edit(file, "// edited", "__device__ int rtflash_edited;")
+    edit(file, "// edited", EDIT)
     monkeypatch.setenv("RTFLASH_OVERRIDE", str(root))
     text = file.read_bytes()
     load(monkeypatch)
