@@ -114,13 +114,17 @@ def pack(kernels: Iterable[Packed]) -> bytes:
 
 
 def write(file: Path, data: bytes) -> None:
-    """Put bytes at a path, whole or not at all.
+    """Put bytes at a path, whole or not at all; into what is no plain file, a pipe, they are written.
 
     Raises
     ------
     OSError
         It cannot be written.
     """
+    file = Path(os.path.realpath(file))
+    if file.exists() and not file.is_file():
+        file.write_bytes(data)
+        return
     new = file.with_name(f".{uuid.uuid4().hex[:8]}.new")
     try:
         new.write_bytes(data)
@@ -231,7 +235,7 @@ def packaged(folders: tuple[str, ...]) -> tuple[Path, ...]:
     """Files of bundles in packages, which are found by their names: nothing is imported."""
     found: dict[Path, None] = {}
     for folder in folders:
-        root = Path(folder or os.curdir)
+        root = Path(folder or os.curdir).absolute()
         try:
             found.update(dict.fromkeys(sorted(root.glob(f"{PACKAGE}*/{PACKAGED}"))))
         except OSError:

@@ -171,7 +171,7 @@ def edited(spec: AnySpec, arch: str) -> tuple[Path, str] | None:
         text = read(file)
     except OSError as error:
         raise ValueError(f"RTFLASH_OVERRIDE: {file} cannot be read ({error})") from error
-    if spec.name not in text:
+    if re.search(rf"\b{re.escape(spec.name)}\b", text) is None:
         raise ValueError(f"RTFLASH_OVERRIDE: {file} has no kernel {spec.name}")
     made = templates_of(file.with_name(RECORD))
     if made not in ("", render.digest()):

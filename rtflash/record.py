@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from . import cache, settings
 from .spec import AnySpec, AppendSpec, CombineSpec, Spec
 
 KERNELS: dict[str, Any] = {"forward": Spec, "combine": CombineSpec, "append": AppendSpec}
+# It is also a folder's name.
+ARCH = re.compile(r"sm_\d+[af]?")
 
 _noted: set[tuple[Path, str]] = set()
 
@@ -36,15 +39,21 @@ def parse(described: Any) -> tuple[AnySpec, str]:
     """
     try:
         arch, kernel, fields = (described[name] for name in ("arch", "kernel", "spec"))
-        kind = KERNELS[kernel]
-        types = {field.name: field.type for field in dataclasses.fields(kind)}
-        wrong = [name for name, x in fields.items() if type(x).__name__ != types.get(name)]
-        if type(arch) is str and not wrong:
-            return kind(**fields), arch
-    except (KeyError, TypeError, AttributeError):
-        wrong = []
-    reason = f"{', '.join(wrong)}: unknown, or of another type" if wrong else "some part is missing"
-    raise ValueError(f"no variant ({reason})")
+        if ARCH.fullmatch(arch):
+            return make(kernel, fields), arch
+    except (KeyError, TypeError):
+        raise ValueError("no variant (a part is missing, or of another type)") from None
+    raise ValueError(f"no variant (arch is {arch!r})")
+
+
+def make(kernel: str, fields: dict[str, object]) -> AnySpec:
+    """A variant by its fields; ValueError or TypeError where there is no such one."""
+    kind = KERNELS[kernel]
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    wrong = [name for name, x in dict(fields).items() if type(x).__name__ != types.get(name)]
+    if wrong:
+        raise ValueError(f"no variant ({', '.join(wrong)}: unknown, or of another type)")
+    return kind(**fields)
 
 
 def text(spec: AnySpec) -> str:
@@ -75,9 +84,9 @@ def from_text(said: str) -> AnySpec:
     }
     try:
         fields = {name: readers[types[name]](value) for name, value in pairs.items()}
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"no variant has {error} as a field or a value") from None
-    return parse({"arch": "", "kernel": kernel, "spec": fields})[0]
+        return make(kernel, fields)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no variant ({error})") from None
 
 
 def note(spec: AnySpec, arch: str) -> None:

@@ -262,6 +262,20 @@ def test_writing_is_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+def test_writing_leaves_links_and_pipes_what_they_are(tmp_path):
+    file, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
+    link.symlink_to(file)
+    bundle.write(link, b"1")
+    assert link.is_symlink()
+    assert file.read_bytes() == b"1"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
+    bundle.write(pipe, b"2")
+    assert reader.communicate(timeout=10)[0] == b"2"
+    assert pipe.is_fifo()
+
+
 def installed_in(folder, monkeypatch, file):
     """A package with the bundle, in a folder of sys.path."""
     package = folder / "rtflash_bundle_é"
@@ -364,7 +378,10 @@ def test_names_are_places():
         {},
         {"arch": "sm_80", "kernel": "backward", "spec": {}},
         {"arch": 80, "kernel": "combine", "spec": {"dtype": "bf16"}},
+        {"arch": "../sm_80", "kernel": "combine", "spec": {"dtype": "bf16"}},
         {"arch": "sm_80", "kernel": "combine", "spec": {}},
+        {"arch": "sm_80", "kernel": "combine", "spec": []},
+        {"arch": "sm_80", "kernel": "combine", "spec": 1},
         {"arch": "sm_80", "kernel": "combine", "spec": {"dtype": 1}},
         {"arch": "sm_80", "kernel": "combine", "spec": {"dtype": "bf16", "vector": True}},
         {"arch": "sm_80", "kernel": "combine", "spec": {"dtype": "bf16", "more": 1}},
@@ -463,3 +480,38 @@ def test_processes_record_side_by_side(tmp_path):
 def test_the_templates_digest_is_what_the_cache_hashes():
     assert bundle.maker()["templates"] == render.digest()
     assert len(hashlib.sha256(CUBIN).hexdigest()) == len(render.digest())
+
+
+ON_THE_GPU = """
+import sys
+import cupy, numpy as np
+import rtflash
+q = cupy.asarray(np.random.default_rng(0).standard_normal((3, 1, 65, 2, 64)).astype(np.float16))
+out = cupy.asnumpy(rtflash.flash_attn_func(*q, causal=True))
+from rtflash import build
+print(build.compile_count, "libnvrtc" in open("/proc/self/maps").read(), hash(out.tobytes()))
+"""
+
+
+@pytest.mark.gpu
+def test_a_recorded_program_runs_from_its_bundle(tmp_path):
+    """record -> generate -> bundle: the same result, nothing compiled, libnvrtc not loaded."""
+    pytest.importorskip("typer")
+    from processes import environment
+
+    def run(command, **variables):
+        env = environment(
+            PYTHONHASHSEED="0", RTFLASH_CACHE_DIR=str(tmp_path / "cache"), **variables
+        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr + done.stdout
+        return done.stdout.split()
+
+    program = [sys.executable, "-c", ON_THE_GPU]
+    kept, file = tmp_path / "record.jsonl", tmp_path / "kernels.zip"
+    count, _, expected = run(program, RTFLASH_RECORD=str(kept))
+    assert int(count) == len(record.read(kept)) > 0
+    command = [sys.executable, "-m", "rtflash", "generate", "--record", str(kept)]
+    run([*command, "--bundle", str(file)])
+    variables = {"RTFLASH_BUNDLE": str(file), "RTFLASH_NO_COMPILE": "1", "RTFLASH_CACHE": "0"}
+    assert run(program, **variables) == ["0", "False", expected]

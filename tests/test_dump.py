@@ -10,9 +10,11 @@ import sys
 import warnings
 
 import pytest
+from fake_gpu import FakeGpu, view
 
+import rtflash
 from rtflash import build, bundle, cache, device, dump, nvrtc, record, render
-from rtflash.spec import Spec
+from rtflash.spec import AppendSpec, Spec
 
 pytest.importorskip("cupy", reason="NVRTC is called through CuPy")
 
@@ -250,3 +252,35 @@ def test_log_levels_tell_choices_and_origins(monkeypatch, said):
     monkeypatch.setenv("RTFLASH_LOG", "2")
     load(monkeypatch)
     assert any(SMALL.name in line and "cache" in line for line in said)
+
+
+def test_choices_are_told(monkeypatch, said):
+    gpu = FakeGpu(monkeypatch)
+    monkeypatch.setenv("RTFLASH_LOG", "2")
+    q = view(2, 70, 4, 64)
+    rtflash.flash_attn_func(q, q, q, causal=True)
+    name = gpu.launched[0].spec.name
+    (line,) = [line for line in said if "Problem(batch=2, seqlen_q=70" in line]
+    assert name in line
+    assert f"blocks={gpu.launched[0].shape[0]}" in line
+
+
+@pytest.mark.gpu
+def test_an_edited_kernel_runs(monkeypatch, tmp_path):
+    """Of the append's kernel, whose stores are left out."""
+    import cupy
+
+    monkeypatch.undo()
+    monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    gpu, spec = device.get(0), AppendSpec("fp16")
+    for name, value in (("RTFLASH_DUMP", tmp_path / "d"), ("RTFLASH_OVERRIDE", tmp_path / "d")):
+        monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(build, "_kernels", {})
+        (tmp_path / "d").mkdir(exist_ok=True)
+        made = build.kernel(spec, gpu)
+        monkeypatch.delenv(name)
+        file = tmp_path / "d" / gpu.arch / spec.name / "kernel.cu"
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text + "__device__ int rtflash_edited = 7;\n", encoding="utf-8")
+    found = cupy.ndarray((1,), cupy.int32, made.raw.kernel.module.get_global_var("rtflash_edited"))
+    assert int(found[0]) == 7

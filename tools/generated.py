@@ -98,8 +98,12 @@ def launch_record(spec: AnySpec) -> dict[str, Any]:
 
 
 def ctas(made: build.Artifact) -> int:
-    """CTAs of a kernel that an SM holds, by its registers, shared memory and warps."""
-    chip, used, spec = device.for_arch(made.arch), made.resources, made.spec
+    """CTAs of a kernel that an SM holds, by its registers, shared memory and warps; 0 for an unknown architecture."""
+    used, spec = made.resources, made.spec
+    try:
+        chip = device.for_arch(made.arch)
+    except ValueError:
+        return 0
     registers = -(-used.registers // REGISTER_UNIT) * REGISTER_UNIT
     return min(
         SM_REGISTERS // max(1, registers * spec.threads),
@@ -151,8 +155,8 @@ def table(outcomes: Iterable[Outcome]) -> Table:
         cells = (
             f"{row['registers']}",
             f"{row['shared_bytes'] / 1024:.0f}",
-            f"{row['ctas_per_sm']}",
-            f"{row['occupancy']:.0%}",
+            f"{row['ctas_per_sm'] or '-'}",
+            f"{row['occupancy']:.0%}" if row["occupancy"] else "-",
             f"[red]{spilled}[/]" if spilled else "0",
             f"{row['cubin_bytes'] / 1024:.0f}",
             f"{row['seconds']:.2f}",
