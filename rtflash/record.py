@@ -84,8 +84,11 @@ def from_text(said: str) -> AnySpec:
     }
     try:
         fields = {name: readers[types[name]](value) for name, value in pairs.items()}
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"no variant has {error} as a field or a value") from None
+    try:
         return make(kernel, fields)
-    except (KeyError, TypeError) as error:
+    except TypeError as error:
         raise ValueError(f"no variant ({error})") from None
 
 

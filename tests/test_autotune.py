@@ -18,10 +18,11 @@ from rtflash.nvrtc import Resources
 from rtflash.tiles import Tile
 
 autotune, cli, trial = (import_tool(name) for name in ("autotune", "cli", "trial"))
+shapes = import_tool("shapes")
 
 H100 = device.for_arch("sm_90a")
 A100 = device.for_arch("sm_80")
-PROMPT = autotune.Shape("bf16", 128, 128, "causal", 4, 4096, 4096, 32, 8)
+PROMPT = shapes.Shape("bf16", 128, 128, "causal", 4, 4096, 4096, 32, 8)
 DECODING = PROMPT._replace(seqlen_q=1, batch=16)
 FEW_HEADS = PROMPT._replace(seqlen_q=10, mask="full")
 KEY = tuned.Key(A100.name, "sm_80", "many", "bf16", 128, 128, "causal")
@@ -43,7 +44,7 @@ def run(*arguments):
 
 def chosen(shape=PROMPT, gpu=A100, **changes):
     problem = dataclasses.replace(shape.problem(), **changes)
-    return autotune.tile_of(select.forward(problem, gpu)[0])
+    return shapes.tile_of(select.forward(problem, gpu)[0])
 
 
 def change(path, edit):
@@ -63,14 +64,14 @@ def change(path, edit):
     ],
 )
 def test_candidates_are_tiles_that_the_shape_would_run_on(shape, gpu, table):
-    now = autotune.serving(shape, gpu)
+    now = shapes.serving(shape, gpu)
     assert now.table == table
-    tiles = autotune.candidates(shape, now, gpu, [])
+    tiles = shapes.candidates(shape, now, gpu, [])
     assert tiles[0] == now.tile == chosen(shape, gpu)
     assert 3 < len(set(tiles)) == len(tiles) < 150
     for tile in tiles:
-        (spec, *_) = autotune.launched(shape, table, tile, gpu)
-        assert autotune.tile_of(spec) == tile
+        (spec, *_) = shapes.launched(shape, table, tile, gpu)
+        assert shapes.tile_of(spec) == tile
         assert spec.isa == (90 if table == "hopper" else 80)
         assert spec.shared_bytes <= gpu.shared_bytes_per_block
         assert trial.parse_tile(trial.label(tile)) == tile
@@ -78,18 +79,18 @@ def test_candidates_are_tiles_that_the_shape_would_run_on(shape, gpu, table):
 
 
 def test_single_queries_are_kept_by_the_mask_of_their_kernel():
-    assert autotune.serving(DECODING, H100).mask == "full"
-    assert autotune.serving(PROMPT, H100).mask == "causal"
+    assert shapes.serving(DECODING, H100).mask == "full"
+    assert shapes.serving(PROMPT, H100).mask == "causal"
 
 
 def test_siblings_are_all_that_would_get_the_tile():
-    specs = autotune.siblings(DECODING, "few", Tile(16, 64, 4, 2, True, 1, 4), A100)
+    specs = shapes.siblings(DECODING, "few", Tile(16, 64, 4, 2, True, 1, 4), A100)
     assert {(x.split, x.ragged, x.paged, x.rotary != "none") for x in specs} == {
         (split, *places)
         for split in (False, True)
         for places in ((False,) * 3, (True, False, False), (True, True, False), (True,) * 3)
     }
-    specs = autotune.siblings(PROMPT, "many", TILE, A100)
+    specs = shapes.siblings(PROMPT, "many", TILE, A100)
     assert len(specs) == 5
     assert {x.block_m for x in specs} == {64}
 
@@ -111,7 +112,7 @@ def test_a_kept_tile_is_used_for_its_calls_alone(monkeypatch):
     }
     assert TILE not in other.values(), other
     every = select.every_variant(PROMPT.problem(), A100)
-    assert TILE in [autotune.tile_of(x) for x in every if hasattr(x, "block_m")]
+    assert TILE in [shapes.tile_of(x) for x in every if hasattr(x, "block_m")]
     monkeypatch.setenv("RTFLASH_TUNED", "0")
     assert chosen() == before
     monkeypatch.delenv("RTFLASH_TUNED")
@@ -198,9 +199,7 @@ def fake_gpu(monkeypatch):
     fake.times, fake.spilling = {}, set()
 
     def artifact(spec, arch):
-        spills = (
-            getattr(spec, "block_m", 0) and trial.label(autotune.tile_of(spec)) in fake.spilling
-        )
+        spills = getattr(spec, "block_m", 0) and trial.label(shapes.tile_of(spec)) in fake.spilling
         used = Resources(128, 0, 0, 8 if spills else 0, 0, 0.1)
         return build.Artifact(spec, arch, b"", "", "", (), used, "", None)
 
@@ -247,7 +246,7 @@ def test_a_dry_run_and_a_small_gain_keep_nothing(fake_gpu, folder):
 
 
 def test_a_tile_that_spills_in_another_call_is_not_kept(fake_gpu):
-    now = autotune.serving(PROMPT, A100)
+    now = shapes.serving(PROMPT, A100)
     times = {now.tile: 1.0, TILE: 0.5, Tile(64, 32, 4, 1): 0.6}
     assert autotune.winner(PROMPT, now, times, A100) == TILE
     fake_gpu.spilling = {trial.label(TILE)}
@@ -310,8 +309,8 @@ def test_tuning_on_the_gpu(tmp_path):
         (("--seqlen", 1024), PROMPT._replace(seqlen_q=1024, seqlen_k=1024)),
         (("--queries", 1), DECODING._replace(batch=4)),
     ]:
-        now = autotune.serving(shape, gpu)
-        others = autotune.candidates(shape, now, gpu, [])[1:3]
+        now = shapes.serving(shape, gpu)
+        others = shapes.candidates(shape, now, gpu, [])[1:3]
         file = tmp_path / f"{now.table}.json"
         tiles = ",".join(map(trial.label, others))
         result = run("--mask", "causal", *options, "--tile", tiles, "--json", file)

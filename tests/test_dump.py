@@ -13,7 +13,7 @@ import pytest
 from fake_gpu import FakeGpu, view
 
 import rtflash
-from rtflash import build, bundle, cache, device, dump, nvrtc, record, render
+from rtflash import build, bundle, cache, call, device, dump, nvrtc, record, render
 from rtflash.spec import AppendSpec, Spec
 
 pytest.importorskip("cupy", reason="NVRTC is called through CuPy")
@@ -267,20 +267,30 @@ def test_choices_are_told(monkeypatch, said):
 
 @pytest.mark.gpu
 def test_an_edited_kernel_runs(monkeypatch, tmp_path):
-    """Of the append's kernel, whose stores are left out."""
+    """The append's kernel, which is edited to append nothing."""
     import cupy
 
     monkeypatch.undo()
+    root = tmp_path / "dumped"
     monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "cache"))
-    gpu, spec = device.get(0), AppendSpec("fp16")
-    for name, value in (("RTFLASH_DUMP", tmp_path / "d"), ("RTFLASH_OVERRIDE", tmp_path / "d")):
-        monkeypatch.setenv(name, str(value))
+
+    def appended():
         monkeypatch.setattr(build, "_kernels", {})
-        (tmp_path / "d").mkdir(exist_ok=True)
-        made = build.kernel(spec, gpu)
-        monkeypatch.delenv(name)
-        file = tmp_path / "d" / gpu.arch / spec.name / "kernel.cu"
-        text = file.read_text(encoding="utf-8")
-        file.write_text(text + "__device__ int rtflash_edited = 7;\n", encoding="utf-8")
-    found = cupy.ndarray((1,), cupy.int32, made.raw.kernel.module.get_global_var("rtflash_edited"))
-    assert int(found[0]) == 7
+        monkeypatch.setattr(call, "_plans", {})
+        k_cache, v_cache = cupy.zeros((2, 1, 64, 1, 64), "float16")
+        q, k, v = cupy.ones((3, 1, 1, 1, 64), "float16")
+        lengths = cupy.zeros(1, "int32")
+        rtflash.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
+        return float(k_cache.sum())
+
+    monkeypatch.setenv("RTFLASH_DUMP", str(root))
+    assert appended() == 64
+    file = root / device.get(0).arch / AppendSpec("fp16").name / "kernel.cu"
+    edit(
+        file,
+        "const __grid_constant__ Params params) {",
+        "const __grid_constant__ Params params) { return;",
+    )
+    monkeypatch.delenv("RTFLASH_DUMP")
+    monkeypatch.setenv("RTFLASH_OVERRIDE", str(root))
+    assert appended() == 0

@@ -6,153 +6,33 @@ something wrong, spills in any of these calls' variants, or gains next to nothin
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from rtflash import build, device, nvrtc, plan, select, tuned
+from rtflash import build, device, nvrtc, tuned
 from rtflash.device import Device
-from rtflash.problem import Problem, Tensors, dense
-from rtflash.spec import DTYPES, AnySpec, Spec
-from rtflash.tensor import framework
-from rtflash.tiles import SOME_ROWS, Tile
+from rtflash.spec import DTYPES, AnySpec
+from rtflash.tiles import Tile
 
 from . import bench, chart, trial
 from .generate import head_dims
-from .peers import TORCH_DTYPES, Peer
 from .screen import check_file, check_plot, console, frameless, items
 from .served import WINDOWS
-from .timing import graph_medians
+from .shapes import Serving, Shape, candidates, launched, serving, siblings
+from .tile_times import measure
 
 Row = dict[str, Any]
 
 # A tile takes the place of the table's if it is so much faster; less is within what runs differ by.
 LEAST_GAIN = 1.02
 LONGEST, MOST = 2**20, 2**12
-
-
-class Shape(NamedTuple):
-    """Calls to tune for; the fields are Problem's, and `mask` a key of WINDOWS."""
-
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    mask: str
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    heads: int
-    heads_k: int
-
-    def problem(self) -> Problem:
-        """A dense call of row-major tensors."""
-        left, right = WINDOWS[self.mask]
-        sizes = {name: getattr(self, name) for name in self._fields if name != "mask"}
-        return Problem(
-            **sizes,
-            softmax_scale=self.head_dim**-0.5,
-            window_left=left,
-            window_right=right,
-            softcap=0.0,
-            alibi=False,
-            align=16,
-            boxes=True,
-        )
-
-    def said(self) -> str:
-        """The shape in words."""
-        dims = (
-            f"{self.head_dim}"
-            if self.head_dim == self.head_dim_v
-            else f"{self.head_dim}x{self.head_dim_v}"
-        )
-        return (
-            f"{self.dtype} d {dims} {self.mask}, batch {self.batch}, {self.seqlen_q} queries, {self.seqlen_k} keys,"
-            f" heads {self.heads}/{self.heads_k}"
-        )
-
-
-class Serving(NamedTuple):
-    """What serves a shape now: the table's name, the mask that its kernel has, and the tile."""
-
-    table: str
-    mask: str
-    tile: Tile
-
-
-def tile_of(spec: Spec) -> Tile:
-    """A variant's tile."""
-    return Tile(**{name: getattr(spec, name) for name in Tile._fields})
-
-
-def serving(shape: Shape, gpu: Device) -> Serving:
-    """What serves a shape by the tables alone."""
-    with tuned.ignored():
-        spec, _ = select.forward(shape.problem(), gpu)
-    table = "many"
-    if spec.isa == 90:
-        table = "hopper"
-    elif spec.pack_gqa:
-        table = "few" if spec.key_warps > 1 else "some"
-    return Serving(table, spec.mask, tile_of(spec))
-
-
-def launched(shape: Shape, table: str, tile: Tile, gpu: Device) -> list[AnySpec]:
-    """The variants that a shape launches with a tile."""
-    spec, grid = forward_of(shape, table, tile, gpu)
-    merge = select.combine(select.splits_combine(shape.problem(), grid.splits), True)[0]
-    return [spec, merge] if spec.split else [spec]
-
-
-def forward_of(shape: Shape, table: str, tile: Tile, gpu: Device) -> tuple[Spec, select.Grid]:
-    """What a shape would run on if a table had the tile."""
-    with tuned.forced({table: tile}):
-        return select.forward(shape.problem(), gpu)
-
-
-def siblings(shape: Shape, table: str, tile: Tile, gpu: Device) -> list[Spec]:
-    """The variants of all calls that would get the tile."""
-    places: list[dict[str, Any]] = [{}, select.PACKED]
-    if table in ("few", "some"):
-        places += [select.PAGED, select.APPENDED]
-    found: dict[Spec, None] = {}
-    with tuned.forced({table: tile}):
-        for more in places:
-            call = dataclasses.replace(shape.problem(), **more)
-            found.update(
-                dict.fromkeys(select.variants(select.variant(call, gpu, tuned.NAMES[table])))
-            )
-    return list(found)
-
-
-def candidates(shape: Shape, now: Serving, gpu: Device, given: Sequence[Tile]) -> list[Tile]:
-    """The present tile, then those to try: `given`, or else all that may fit."""
-    others = given or trial.candidates(max(shape.head_dim, shape.head_dim_v), gpu, now.table)
-    fitting = []
-    for tile in others:
-        try:
-            spec = tuned.spec_of(
-                now.table, gpu.major, shape.dtype, shape.head_dim, shape.head_dim_v, now.mask, tile
-            )
-        except ValueError as error:
-            if given:
-                raise typer.BadParameter(
-                    f"--tile: {trial.label(tile)} is none for {shape.said()}: {error}"
-                ) from None
-            continue
-        # A tile may be so large that another table serves the shape.
-        if spec.shared_bytes <= gpu.shared_bytes_per_block and tile == tile_of(
-            forward_of(shape, now.table, tile, gpu)[0]
-        ):
-            fitting.append(tile)
-    return list(dict.fromkeys([now.tile, *fitting]))
 
 
 def faults(specs: Sequence[AnySpec], gpu: Device) -> list[str]:
@@ -168,93 +48,6 @@ def faults(specs: Sequence[AnySpec], gpu: Device) -> list[str]:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(look, specs))
-
-
-def make_call(
-    table: str, tile: Tile, qkv: Sequence[Any], shape: Shape, num_splits: int = 0
-) -> Callable[[], Any]:
-    """A function that queues a call with the tile and returns the output."""
-    library = framework(qkv[0])
-    views = [library.view(x) for x in qkv]
-    problem = dense(*views, window_size=WINDOWS[shape.mask], num_splits=num_splits)
-    with tuned.forced({table: tile}):
-        spec, _ = select.forward(problem, device.get(views[0].device))
-        made = plan.make(library, Tensors, problem, views)
-    if tile_of(spec) != tile:
-        raise ValueError(f"{problem} does not run on the table {table}, which is being tuned")
-    out = made.new_out()
-
-    def queue() -> Any:
-        plan.run(made, library, [view.ptr for view in views], views, out, None, -1)
-        return library.result(out)
-
-    return queue
-
-
-def random_inputs(shape: Shape) -> list[Any]:
-    """q, k and v on the GPU."""
-    import torch
-
-    options: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, TORCH_DTYPES[shape.dtype])}
-    return [
-        torch.randn(shape.batch, rows, heads, dim, **options)
-        for rows, heads, dim in (
-            (shape.seqlen_q, shape.heads, shape.head_dim),
-            (shape.seqlen_k, shape.heads_k, shape.head_dim),
-            (shape.seqlen_k, shape.heads_k, shape.head_dim_v),
-        )
-    ]
-
-
-def is_right(shape: Shape, table: str, tile: Tile) -> bool:
-    """Whether small calls of uneven lengths, with keys whole and, in tables for it, split, agree with float64."""
-    import torch
-
-    group = shape.heads // shape.heads_k
-    packed = table in ("few", "some")
-    splits = (1, 3) if packed else (1,)
-    rows = min(shape.seqlen_q, SOME_ROWS // group) if packed else 2 * tile.block_m + 7
-    left, right = WINDOWS[shape.mask]
-    for tiles in (1, 11):
-        keys = tiles * tile.block_n - 7
-        small = shape._replace(batch=2, seqlen_q=rows, seqlen_k=keys, heads=2 * group, heads_k=2)
-        q, k, v = random_inputs(small)
-        wide_k, wide_v = (x.double().repeat_interleave(group, 2) for x in (k, v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), wide_k) * shape.head_dim**-0.5
-        own = torch.arange(rows, device="cuda")[:, None] + keys - rows
-        distance = torch.arange(keys, device="cuda")[None] - own
-        hidden = (distance > (right if right >= 0 else keys)) | (
-            distance < (-left if left >= 0 else -keys - rows)
-        )
-        scores.masked_fill_(hidden, -math.inf)
-        expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1).nan_to_num(), wide_v)
-        bound = 2 * torch.finfo(q.dtype).eps * (1 + expected.abs())
-        for num_splits in splits:
-            out = make_call(table, tile, (q, k, v), small, num_splits)()
-            if not ((out.double() - expected).abs() <= bound).all():
-                return False
-    return True
-
-
-def measure(shape: Shape, table: str, tiles: Sequence[Tile]) -> dict[Tile, float | str]:
-    """Milliseconds of a call with each tile, whose kernels are compiled, on this GPU; or why a tile is out.
-
-    Calls take turns, in CUDA graphs: the GPU's time, whatever the host needs.
-    """
-    import torch
-
-    torch.manual_seed(0)
-    found: dict[Tile, float | str] = {}
-    qkv, calls = random_inputs(shape), []
-    for tile in tiles:
-        if is_right(shape, table, tile):
-            calls.append(Peer(trial.label(tile), make_call(table, tile, qkv, shape)))
-        else:
-            found[tile] = trial.WRONG
-    skipped: dict[str, str] = {}
-    times = graph_medians(calls, skipped)
-    reason = next(iter(skipped.values()), "not measured")
-    return {tile: found.get(tile, times.get(trial.label(tile), reason)) for tile in tiles}
 
 
 def tune(
