@@ -85,7 +85,7 @@ def get() -> Settings:
     current = Settings(
         cache=choice("RTFLASH_CACHE", 2, default=1) == 1,
         cache_dir=cache_dir(),
-        log=choice("RTFLASH_LOG", len(LOG_LEVELS), default=0),
+        log=log_level(),
         backend=backend(),
         cxx=os.environ.get("RTFLASH_CXX", "").strip(),
         bundles=bundles(),
@@ -107,9 +107,19 @@ def backend() -> str:
     return one_of("RTFLASH_BACKEND", BACKENDS) or BACKENDS[0]
 
 
+def log_level() -> int:
+    """`Settings.log` alone: every new plan asks."""
+    return choice("RTFLASH_LOG", len(LOG_LEVELS), default=0)
+
+
 def tuned() -> bool:
-    """`Settings.tuned` alone: every choice of a variant asks."""
+    """`Settings.tuned` alone."""
     return choice("RTFLASH_TUNED", 2, default=1) == 1
+
+
+def tuned_from() -> tuple[str | None, str | None]:
+    """The texts that say whether tiles are used, and from which folder: each choice of a variant asks, in 1 us."""
+    return os.environ.get("RTFLASH_TUNED"), os.environ.get("RTFLASH_CACHE_DIR")
 
 
 def bundles() -> tuple[Path, ...]:
@@ -196,7 +206,7 @@ def logger() -> logging.Logger:
     import logging
 
     log = logging.getLogger(LOGGER)
-    level = get().log
+    level = log_level()
     if level > 0:
         log.setLevel(LOG_LEVELS[level])
         if not log.handlers:

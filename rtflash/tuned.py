@@ -51,12 +51,10 @@ def tile(
     name = next((name for name, known in NAMES.items() if known is table), "")
     if name in _forced:
         return _forced[name]
-    current = settings.tuned()
-    if not current or not name:
+    held = used(settings.tuned_from())
+    if not held or not name:
         return None
-    found = tiles(file()).get(
-        Key(device.name, device.arch, name, dtype, head_dim, head_dim_v, mask)
-    )
+    found = held.get(Key(device.name, device.arch, name, dtype, head_dim, head_dim_v, mask))
     if found is not None and (
         spec_of(name, device.major, dtype, head_dim, head_dim_v, mask, found).shared_bytes
         > device.shared_bytes_per_block
@@ -96,17 +94,14 @@ def file() -> Path:
     return settings.cache_dir() / FILE
 
 
+@functools.lru_cache(4)
+def used(texts: tuple[str | None, str | None]) -> Mapping[Key, Tile]:
+    """The tiles in use, by settings.tuned_from; a process reads them once, and again after `store`."""
+    return tiles(file()) if settings.tuned() else {}
+
+
 def tiles(path: Path) -> Mapping[Key, Tile]:
     """The tiles of a file that this rtflash can use; of a missing file none."""
-    try:
-        return parsed(path, path.stat().st_mtime_ns)
-    except OSError:
-        return {}
-
-
-@functools.lru_cache(4)
-def parsed(path: Path, modified: int) -> Mapping[Key, Tile]:
-    """`tiles`, read once for each time of the file's last change."""
     found = {}
     for row in rows(path):
         try:
@@ -166,6 +161,7 @@ def store(measured: Iterable[tuple[Key, Tile | None, Mapping[str, object]]]) -> 
         ]
         lines = ",\n  ".join(json.dumps(row) for row in [*kept, *added])
         bundle.write(path, f'{{"rows": [\n  {lines}\n]}}\n'.encode())
+    used.cache_clear()
     return path
 
 

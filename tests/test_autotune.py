@@ -52,6 +52,7 @@ def change(path, edit):
     held = json.loads(path.read_text(encoding="utf-8"))
     edit(held["rows"][0])
     path.write_text(json.dumps(held), encoding="utf-8")
+    tuned.used.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -171,6 +172,7 @@ def test_a_file_of_something_else_is_passed_over_with_a_warning(folder, text):
     before = chosen()
     folder.mkdir()
     (folder / tuned.FILE).write_text(text)
+    tuned.used.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"tuned\.json holds no tiles"):
         assert chosen() == before
     tuned.store([(KEY, TILE, {})])
