@@ -117,11 +117,6 @@ def tuned() -> bool:
     return choice("RTFLASH_TUNED", 2, default=1) == 1
 
 
-def tuned_from() -> tuple[str | None, str | None]:
-    """The texts that say whether tiles are used, and from which folder: each choice of a variant asks, in 1 us."""
-    return os.environ.get("RTFLASH_TUNED"), os.environ.get("RTFLASH_CACHE_DIR")
-
-
 def bundles() -> tuple[Path, ...]:
     """The files of RTFLASH_BUNDLE."""
     texts = os.environ.get("RTFLASH_BUNDLE", "").split(os.pathsep)

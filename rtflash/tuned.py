@@ -48,13 +48,12 @@ def tile(
     table: Table, device: Device, dtype: str, head_dim: int, head_dim_v: int, mask: str
 ) -> Tile | None:
     """The tile that was found best for such calls on a GPU of this name, None where none was."""
+    if not _forced and not used():
+        return None
     name = next((name for name, known in NAMES.items() if known is table), "")
     if name in _forced:
         return _forced[name]
-    held = used(settings.tuned_from())
-    if not held or not name:
-        return None
-    found = held.get(Key(device.name, device.arch, name, dtype, head_dim, head_dim_v, mask))
+    found = used().get(Key(device.name, device.arch, name, dtype, head_dim, head_dim_v, mask))
     if found is not None and (
         spec_of(name, device.major, dtype, head_dim, head_dim_v, mask, found).shared_bytes
         > device.shared_bytes_per_block
@@ -94,9 +93,9 @@ def file() -> Path:
     return settings.cache_dir() / FILE
 
 
-@functools.lru_cache(4)
-def used(texts: tuple[str | None, str | None]) -> Mapping[Key, Tile]:
-    """The tiles in use, by settings.tuned_from; a process reads them once, and again after `store`."""
+@functools.cache
+def used() -> Mapping[Key, Tile]:
+    """The tiles in use. A process reads them, and whether to use them, once, and again after `store`."""
     return tiles(file()) if settings.tuned() else {}
 
 
@@ -134,7 +133,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
         held = json.loads(path.read_bytes())["rows"]
         if all(isinstance(row, dict) for row in held):
             return list(held)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass

@@ -35,7 +35,9 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "é cache"))
     monkeypatch.delenv("RTFLASH_TUNED", raising=False)
     monkeypatch.setattr(cache, "_warned", set())
-    return tmp_path / "é cache"
+    tuned.used.cache_clear()
+    yield tmp_path / "é cache"
+    tuned.used.cache_clear()
 
 
 def run(*arguments):
@@ -115,6 +117,7 @@ def test_a_kept_tile_is_used_for_its_calls_alone(monkeypatch):
     every = select.every_variant(PROMPT.problem(), A100)
     assert TILE in [shapes.tile_of(x) for x in every if hasattr(x, "block_m")]
     monkeypatch.setenv("RTFLASH_TUNED", "0")
+    tuned.used.cache_clear()
     assert chosen() == before
     monkeypatch.delenv("RTFLASH_TUNED")
     tuned.store([(KEY, None, {})])
