@@ -305,6 +305,14 @@ def test_stdout_that_takes_nothing_gives_no_traceback(place, code, options):
     assert done.stderr.count("\n") == (1 if code else 0), done.stderr
 
 
+def test_a_terminal_of_few_characters_gives_no_traceback(tmp_path):
+    variables = {"PYTHONIOENCODING": "ascii", "RTFLASH_CACHE_DIR": str(tmp_path / "é")}
+    command = [sys.executable, "-m", "rtflash", "cache", "size"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b"\\xe9" in done.stdout.replace(b"\n", b"")
+
+
 def test_narrow_terminals_leave_setting_names_whole(monkeypatch, without_gpu):
     monkeypatch.setattr(cli.console, "_width", 40)
     lines = run("info").output.splitlines()

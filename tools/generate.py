@@ -175,7 +175,7 @@ def save(kernels: list[bundle.Packed], file: Path | None, package: Path | None, 
     """Write the bundle and the wheel that are asked for."""
     data = bundle.pack(kernels)
     archs = sorted({kernel.arch for kernel in kernels})
-    content = f"{len(kernels)} kernels for {', '.join(archs)}"
+    content = f"{len(kernels)} kernel{'' if len(kernels) == 1 else 's'} for {', '.join(archs)}"
     if file is not None:
         bundle.write(file, data)
         console.print(escape(f"bundle: {file}, {content}, {size(len(data))}"), soft_wrap=True)
@@ -223,8 +223,7 @@ def command(
 ) -> None:
     """Compile kernel variants for any GPU on a machine without one; as files, one bundle, a wheel.
 
-    Lists take commas. Exits 1 if a variant spills, uses local memory, has a compiler warning or
-    does not compile.
+    Lists take commas. Exits 1 if a variant spills, has a compiler warning or does not compile.
     """
     extra = frozenset(items(feature, "--feature", FEATURES) if feature else ())
     dtypes, masks = items(dtype, "--dtype", DTYPES), items(mask, "--mask", list(WINDOWS))
