@@ -23,6 +23,8 @@ RECORD = "spec.json"
 # By these the joined source names the templates' lines; errors of an edited one are to name its own.
 LINE = re.compile(r'^#line \d+ ".*"$', re.MULTILINE)
 
+_told: set[tuple[str, str]] = set()
+
 
 def folder(root: Path, spec: AnySpec, arch: str) -> Path:
     """A variant's folder."""
@@ -69,7 +71,9 @@ def keep(
                 if name not in files:
                     bundle.write(place / name, make(place, spec, arch).encode())
             except (ImportError, RuntimeError, FileNotFoundError) as error:
-                log.warning("no %s of %s: %s", name, spec.name, error)
+                if (name, str(error)) not in _told:  # a missing program: once for all kernels
+                    _told.add((name, str(error)))
+                    log.warning("no %s of %s: %s", name, spec.name, error)
         log.info("kept %s for %s in %s", spec.name, arch, place)
     except OSError as error:
         cache.warn_once("dump", f"rtflash: RTFLASH_DUMP cannot be written ({error})")

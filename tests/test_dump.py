@@ -38,6 +38,7 @@ def clean(monkeypatch, tmp_path):
     monkeypatch.setattr(cache, "_warned", set())
     monkeypatch.setattr(build, "_unkept", {})
     monkeypatch.setattr(record, "_noted", set())
+    monkeypatch.setattr(dump, "_told", set())
     monkeypatch.setattr(
         build, "load", lambda made, gpu: build.Kernel(made.spec, made, 1, made.resources)
     )
@@ -170,6 +171,9 @@ def test_sass_is_kept_where_a_disassembler_is(monkeypatch, root, said, tmp_path)
     place = root / "sm_80" / SMALL.name
     assert not (place / "kernel.sass").exists()
     assert any("no kernel.sass" in x and "nvidia-cuda-nvdisasm" in x for x in said)
+    said.clear()
+    load(monkeypatch)
+    assert said == []  # once is enough
     script = tmp_path / "disassemble.py"
     script.write_text("import sys; print('SASS of', sys.argv[-1]); sys.exit('--fail' in sys.argv)")
     run = subprocess.run
