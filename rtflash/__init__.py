@@ -5,7 +5,7 @@ The public functions are FlashAttention-2's: `import rtflash as flash_attn` is a
 
 from .ahead import warmup
 from .api import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from .build import CompileError
+from .build import CompileError, MissingKernelError
 from .inference import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -25,6 +25,7 @@ def __getattr__(name: str) -> object:
 
 __all__ = [
     "CompileError",
+    "MissingKernelError",
     "__version__",
     "flash_attn_combine",
     "flash_attn_func",

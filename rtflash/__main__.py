@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import os
 import sys
 from pathlib import Path
@@ -32,6 +33,11 @@ def main() -> None:
         needs = " and ".join(missing)
         print(f"The rtflash command needs {needs}, not installed here: {INSTALL}", file=sys.stderr)
         sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a path may hold what the terminal cannot show
     try:
         import_tool("cli").app(prog_name="rtflash")
     except OSError as error:

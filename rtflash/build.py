@@ -1,4 +1,4 @@
-"""Spec -> Kernel: memory dict, disk cache, NVRTC, and errors that name the template's line.
+"""Spec -> Kernel: memory dict, edited source, bundles, disk cache, NVRTC, and errors that name the template's line.
 
 NVRTC compiles to a cubin for exactly the running architecture, with or without a GPU; CuPy's
 RawModule loads it.
@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import cache, nvrtc, render, settings
+from . import bundle, cache, dump, nvrtc, record, render, settings
 from .device import Device
 from .nvrtc import Resources, options, target_arch
 from .spec import AnySpec
 
-SOURCE = "kernel.cu"
+SOURCE = dump.SOURCE
 LOG = "build.log"
 WARNING = re.compile(r"\bwarning(?: #|\s*:)|\bC75\d\d\b")
 
@@ -46,6 +46,8 @@ class Artifact:
     resources : registers, memory, seconds.
     key : cache key.
     folder : its folder on disk; None where it is not on disk.
+    compiler : NVRTC's version.
+    origin : the bundle or the edited source that it comes from; empty: the templates.
     """
 
     spec: AnySpec
@@ -57,6 +59,8 @@ class Artifact:
     resources: Resources
     key: str
     folder: Path | None
+    compiler: tuple[int, int] = (0, 0)
+    origin: str = ""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -105,8 +109,12 @@ class CompileError(RuntimeError):
         return CompileError, (self.spec, self.arch, self.options, self.log, self.path)
 
 
+class MissingKernelError(RuntimeError):
+    """RTFLASH_NO_COMPILE is 1, and a variant is in no bundle and not in the cache; the message says how to add it."""
+
+
 def kernel(spec: AnySpec, device: Device) -> Kernel:
-    """The variant on a device: from memory, else from the disk cache, else compiled.
+    """The variant on a device: from memory, else as `obtain` finds or makes it.
 
     Threads that ask for the same variant wait for one compilation. The current device stays.
 
@@ -117,7 +125,10 @@ def kernel(spec: AnySpec, device: Device) -> Kernel:
     ImportError
         CuPy is not installed.
     RuntimeError
-        The device is older than sm_75, or the driver cannot load the kernel.
+        The device is older than sm_75, or the driver cannot load the kernel. BundleError: a bundle cannot be used.
+        MissingKernelError: the kernel would have to be compiled, and must not.
+    ValueError
+        RTFLASH_OVERRIDE holds something else than the variant.
     """
     found = _kernels.get((spec, device.index))
     if found is not None:
@@ -125,7 +136,7 @@ def kernel(spec: AnySpec, device: Device) -> Kernel:
     with lock_of("kernel", spec, device.index):
         found = _kernels.get((spec, device.index))
         if found is None:
-            found = load(artifact(spec, target_arch(device)), device)
+            found = load(obtain(spec, device), device)
             _kernels[spec, device.index] = found
     return found
 
@@ -133,6 +144,65 @@ def kernel(spec: AnySpec, device: Device) -> Kernel:
 def is_loaded(spec: AnySpec, device: Device) -> bool:
     """Whether `kernel` answers from memory (a graph capture must not load modules)."""
     return (spec, device.index) in _kernels
+
+
+def obtain(spec: AnySpec, device: Device) -> Artifact:
+    """The variant's code for a device: of an edited source, else of a bundle, else of the cache, else compiled.
+
+    Raises as `kernel` does.
+    """
+    record.note(spec, device.arch)
+    edited = dump.edited(spec, device.arch)
+    if edited is not None:
+        made = compile(spec, device.arch, edited=edited)
+    else:
+        packed = bundle.find(spec, device.arch)
+        if packed is not None:
+            made = from_bundle(*packed)
+        elif settings.get().no_compile:
+            made = cached(spec, device.arch)
+        else:
+            made = artifact(spec, target_arch(device))
+    origin = made.origin or made.folder or "compiled in memory"
+    settings.logger().debug("%s for %s: %s", spec.name, made.arch, origin)
+    if settings.get().dump is not None:
+        entry = to_entry(made)
+        dump.keep(spec, made.arch, entry.files, entry.record)
+    return made
+
+
+def from_bundle(packed: bundle.Packed, file: Path) -> Artifact:
+    """A bundle's kernel; its source is what the templates make, since they are the same."""
+    spec, arch, cubin, flags, compiler, used = packed
+    origin = f"bundle {file}"
+    return Artifact(spec, arch, cubin, "", "", flags, Resources(**used), "", None, compiler, origin)
+
+
+def cached(spec: AnySpec, arch: str) -> Artifact:
+    """The variant from the disk cache, where nothing may be compiled.
+
+    Raises
+    ------
+    MissingKernelError
+        It is not there, or there is no NVRTC, whose version is part of the cache's keys.
+    """
+    try:
+        key = cache_key(spec, arch)
+        place = cache.folder(spec.name, key)
+        entry = cache.load(place) if settings.get().cache else None
+    except (ImportError, RuntimeError):
+        entry = None
+    if entry is not None and is_sound(spec, arch, entry):
+        return from_entry(spec, arch, key, entry, place)
+    held = bundle.said()
+    file = next(map(str, settings.get().bundles), "kernels.zip")
+    where = f"in none of the bundles ({held})" if held else "in no bundle (there is none)"
+    raise MissingKernelError(
+        f"{spec.name} for {arch} is {where} and not in the cache, and RTFLASH_NO_COMPILE is 1. This adds it:\n"
+        f'rtflash generate --arch {arch} --spec {record.text(spec)} --bundle "{file}" --add\n'
+        "All that a program needs: run it with RTFLASH_RECORD=record.jsonl where it may compile, then"
+        f' rtflash generate --record record.jsonl --bundle "{file}" --add'
+    )
 
 
 def artifact(spec: AnySpec, arch: str) -> Artifact:
@@ -157,18 +227,20 @@ def artifact(spec: AnySpec, arch: str) -> Artifact:
             made = from_entry(spec, arch, key, entry, place if kept else None)
         if made.folder is None:
             _unkept[spec, arch] = made
-        else:
-            settings.logger().debug("%s for %s is in %s", spec.name, arch, made.folder)
     return made
 
 
-def compile(spec: AnySpec, arch: str) -> Artifact:
+def compile(
+    spec: AnySpec, arch: str, *, lines: bool = True, edited: tuple[Path, str] | None = None
+) -> Artifact:
     """Render and compile a variant, without any cache and without a GPU.
 
     Parameters
     ----------
     spec : the variant.
     arch : "sm_NN" or "sm_NNa" for a cubin, "compute_NN" for PTX.
+    lines : see nvrtc.options.
+    edited : path and text of a source that is compiled instead; errors name its lines.
 
     Raises
     ------
@@ -180,20 +252,29 @@ def compile(spec: AnySpec, arch: str) -> Artifact:
     global compile_count
     key = cache_key(spec, arch)
     start = time.perf_counter()
-    text = render.source(spec)
+    flags, logger = options(arch, lines), settings.logger()
+    if edited is None:
+        text = code = render.source(spec)
+        name, origin = spec.kernel_file, ""
+    else:
+        name, text = str(edited[0]), edited[1]
+        code, origin = dump.LINE.sub("", text), f"edited {name}"
     with _count_lock:
         compile_count += 1
-    binary, log = nvrtc.run(text, spec.kernel_file, arch, options(arch))
+    binary, log = nvrtc.run(code, name, arch, flags)
     if binary is None:
-        path = cache.keep_failed(spec.name, key, text)
-        raise CompileError(spec, arch, options(arch), log, path)
+        path = edited[0] if edited else cache.keep_failed(spec.name, key, text)
+        raise CompileError(spec, arch, flags, log, path)
     resources = nvrtc.parse_resources(log, time.perf_counter() - start)
-    made = Artifact(spec, arch, binary, text, log, options(arch), resources, key, None)
-    logger = settings.logger()
-    logger.info(
-        "compiled %s for %s: %d registers, %.2f s",
+    made = Artifact(
+        spec, arch, binary, text, log, flags, resources, key, None, nvrtc.version(), origin
+    )
+    logger.log(
+        settings.LOG_LEVELS[0 if edited else 1],  # of an edited kernel everybody must know
+        "compiled %s for %s from %s: %d registers, %.2f s",
         spec.name,
         arch,
+        name,
         resources.registers,
         resources.seconds,
     )
@@ -216,9 +297,11 @@ def binary_file(arch: str) -> str:
 
 
 def to_entry(made: Artifact) -> cache.Entry:
-    """The artifact as the cache keeps it."""
+    """The artifact as the cache and a dump keep it."""
+    from . import __version__
+
     files = {
-        SOURCE: made.source.encode(),
+        SOURCE: (made.source or render.source(made.spec)).encode(),
         binary_file(made.arch): made.cubin,
         LOG: made.log.encode(),
     }
@@ -226,8 +309,10 @@ def to_entry(made: Artifact) -> cache.Entry:
         "spec": made.spec.to_dict(),
         "arch": made.arch,
         "options": list(made.options),
-        "nvrtc": list(nvrtc.version()),
+        "nvrtc": list(made.compiler),
         "resources": asdict(made.resources),
+        "rtflash": __version__,
+        "templates": render.digest(),
     }
     return cache.Entry(files, record)
 
@@ -246,6 +331,7 @@ def from_entry(
         resources=Resources(**entry.record["resources"]),  # type: ignore[arg-type]
         key=key,
         folder=place,
+        compiler=tuple(entry.record["nvrtc"]),  # type: ignore[arg-type]
     )
 
 
@@ -274,10 +360,10 @@ def load(made: Artifact, device: Device) -> Kernel:
             raw.max_dynamic_shared_size_bytes = made.spec.shared_bytes
             return Kernel(made.spec, raw, raw.kernel.ptr, made.resources)
         except cupy.cuda.driver.CUDADriverError as error:
-            known, driver = nvrtc.version(), cupy.cuda.runtime.driverGetVersion()
+            known, driver = made.compiler, cupy.cuda.runtime.driverGetVersion()
             raise RuntimeError(
                 f"{device.name} cannot load {made.spec.name} for {made.arch}: {error}. "
-                f"NVRTC is {known[0]}.{known[1]}, the driver supports CUDA {driver // 1000}."
+                f"The NVRTC that made it is {known[0]}.{known[1]}, the driver supports CUDA {driver // 1000}."
                 f"{driver % 1000 // 10}: update the driver, or install rtflash[cuda12]"
             ) from error
 

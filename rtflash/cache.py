@@ -232,7 +232,7 @@ def unusable(directory: Path) -> str | None:
 
 @contextlib.contextmanager
 def locked(place: Path) -> Iterator[None]:
-    """Hold the variant's lock, or none if the file system has no locks or the holder is stuck."""
+    """Hold a folder's or file's lock, or none if the file system has no locks or the holder is stuck."""
     import filelock
 
     lock = filelock.FileLock(place.with_name(f".{place.name}.lock"), timeout=LOCK_TIMEOUT_S)
@@ -241,7 +241,7 @@ def locked(place: Path) -> Iterator[None]:
         lock.acquire()
         held = True
     except (OSError, NotImplementedError, filelock.Timeout) as error:
-        settings.logger().info("compiling %s without a lock: %s", place.name, error)
+        settings.logger().info("%s is made without a lock: %s", place.name, error)
     try:
         yield
     finally:

@@ -143,6 +143,13 @@ def why_no_gpu() -> str | None:
     try:
         nvrtc.getVersion()
     except RuntimeError as error:
+        from . import bundle  # its own imports need this module
+
+        try:
+            if bundle.said():
+                return None
+        except RuntimeError as refused:
+            return f"{refused}."
         return (
             f"NVRTC, which compiles the kernels, cannot be loaded ({first_line(error)}): {INSTALL}."
         )

@@ -34,9 +34,9 @@ class Resources:
     seconds: float
 
 
-def options(arch: str) -> tuple[str, ...]:
-    """NVRTC's options."""
-    flags = [f"-arch={arch}", "-std=c++17", "-default-device", "-lineinfo"]
+def options(arch: str, lines: bool = True) -> tuple[str, ...]:
+    """NVRTC's options; `lines`: whether the code tells profilers its lines, which more than doubles its size."""
+    flags = [f"-arch={arch}", "-std=c++17", "-default-device", *(["-lineinfo"] if lines else [])]
     if not arch.startswith("compute_"):
         flags.append("--ptxas-options=-v")
     if version() >= (13, 0):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from . import build, device, launch, lengths, select, tensor_map
+from . import build, device, launch, lengths, select, settings, tensor_map
 from .dlpack import row_major
 from .problem import Problem, Tensors
 from .spec import AnySpec, Spec
@@ -82,6 +82,7 @@ def make(
     index = tensors.q.device
     gpu, stream = device.get(index), library.stream(index)
     spec, grid = select.forward(call, gpu)
+    settings.logger().debug("%s runs on %s, %s", call, spec.name, grid)
     launches = append_launch(call, tensors, marked) if call.seqlen_new else []
     launches += forward_launches(call, spec, grid, tensors, marked)
     shifts: dict[tuple[int, int], int] = {}

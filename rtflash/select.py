@@ -8,7 +8,7 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-from . import settings
+from . import settings, tuned
 from .device import Device
 from .problem import Combine, Problem
 from .spec import ALIGNMENTS, ELEMENT_BYTES, MAX_SPLITS, AppendSpec, CombineSpec, Spec
@@ -108,16 +108,20 @@ def variant(problem: Problem, device: Device, table: Table) -> Spec:
     else:
         pack = table is not TILES
         narrow = prescale or p.mask == "window" or p.align < WIDEST_LOAD
-    chosen = tile(dim, device, narrow, table, masked)
     isa = 90 if table is HOPPER else 80 if device.major >= 8 else 75
     # Lengths that a device array may say, or of packed rows, are taken as uneven.
     even = not (pack or p.ragged or p.cache_batch or p.page_size)
     # What a single query sees ends with the last key under any right bound.
-    full = pack and p.seqlen_q == 1 and p.window_left < 0
+    mask = "full" if pack and p.seqlen_q == 1 and p.window_left < 0 else p.mask
+    chosen = None
+    if not prescale and p.align == WIDEST_LOAD and not (table is HOPPER and pack):
+        chosen = tuned.tile(table, device, p.dtype, p.head_dim, p.head_dim_v, mask)
+    if chosen is None:
+        chosen = tile(dim, device, narrow, table, masked)
     even_m = even and isa != 90 and p.seqlen_q % chosen.block_m == 0
     even_n = even and p.seqlen_k % chosen.block_n == 0
     return make_spec(
-        p.dtype, p.head_dim, p.head_dim_v, chosen, isa, "full" if full else p.mask,
+        p.dtype, p.head_dim, p.head_dim_v, chosen, isa, mask,
         p.softcap > 0, p.alibi, prescale, even_m, even_n, p.align, pack, p.ragged, p.page_size > 0, p.rotary,
     )  # fmt: skip
 

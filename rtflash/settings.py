@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import logging
 
 LOGGER = "rtflash"
-# RTFLASH_LOG -> level of `logging`: warnings, compilations, cache hits, compiler logs.
+# RTFLASH_LOG -> level of `logging`: warnings, compilations, choices and origins, compiler logs.
 LOG_LEVELS = (30, 20, 10, 5)
 LOG_COMPILER = LOG_LEVELS[3]
 
@@ -20,10 +20,16 @@ BACKENDS = ("numpy", "emulate")
 
 MEANINGS = {
     "RTFLASH_BACKEND": "host tensors: numpy, or emulate to run the kernel's own source, checked",
+    "RTFLASH_BUNDLE": "files of `rtflash generate --bundle` with compiled kernels, separated as in PATH",
     "RTFLASH_CACHE": "1: keep compiled kernels on disk, 0: in memory only",
     "RTFLASH_CACHE_DIR": "folder of the compiled kernels",
     "RTFLASH_CXX": "C++ compiler of emulated kernels, options after it; unset: g++, else clang++",
-    "RTFLASH_LOG": "log to stderr: 1 compilations, 2 also cache hits, 3 also compiler logs",
+    "RTFLASH_DUMP": "folder that keeps source, PTX and SASS of every kernel that is loaded",
+    "RTFLASH_LOG": "log to stderr: 1 compilations, 2 also choices and origins, 3 also compiler logs",
+    "RTFLASH_NO_COMPILE": "1: a kernel that is in no bundle and not in the cache is an error",
+    "RTFLASH_OVERRIDE": "folder of edited kernels, as RTFLASH_DUMP writes it, that are run instead",
+    "RTFLASH_RECORD": "file that collects the variants that are loaded, for `rtflash generate --record`",
+    "RTFLASH_TUNED": "1: tiles that `rtflash tune` found on this GPU come first, 0: they do not",
 }
 
 
@@ -38,6 +44,12 @@ class Settings:
     log : 0..3, see `MEANINGS`.
     backend : one of BACKENDS, for host tensors.
     cxx : a C++ compiler, with options or without; empty: whichever is found.
+    bundles : files with compiled kernels.
+    no_compile : whether a kernel that would have to be compiled is an error.
+    record : file that collects variants; None: they are not collected.
+    dump : folder that keeps sources and code; None: they are not kept.
+    override : folder of edited sources; None: there are none.
+    tuned : whether tiles of `rtflash tune` are used.
     """
 
     cache: bool
@@ -45,6 +57,12 @@ class Settings:
     log: int
     backend: str = BACKENDS[0]
     cxx: str = ""
+    bundles: tuple[Path, ...] = ()
+    no_compile: bool = False
+    record: Path | None = None
+    dump: Path | None = None
+    override: Path | None = None
+    tuned: bool = True
 
 
 class Row(NamedTuple):
@@ -64,18 +82,45 @@ def get() -> Settings:
     ValueError
         A variable holds something else than it may; the message names it.
     """
-    return Settings(
+    current = Settings(
         cache=choice("RTFLASH_CACHE", 2, default=1) == 1,
         cache_dir=cache_dir(),
-        log=choice("RTFLASH_LOG", len(LOG_LEVELS), default=0),
+        log=log_level(),
         backend=backend(),
         cxx=os.environ.get("RTFLASH_CXX", "").strip(),
+        bundles=bundles(),
+        no_compile=choice("RTFLASH_NO_COMPILE", 2, default=0) == 1,
+        record=place("RTFLASH_RECORD"),
+        dump=place("RTFLASH_DUMP"),
+        override=place("RTFLASH_OVERRIDE"),
+        tuned=tuned(),
     )
+    if current.no_compile and current.override:
+        raise ValueError(
+            "RTFLASH_OVERRIDE is set and RTFLASH_NO_COMPILE is 1; edited kernels must be compiled: unset one of them"
+        )
+    return current
 
 
 def backend() -> str:
     """`Settings.backend` alone: every call on host tensors asks."""
     return one_of("RTFLASH_BACKEND", BACKENDS) or BACKENDS[0]
+
+
+def log_level() -> int:
+    """`Settings.log` alone: every new plan asks."""
+    return choice("RTFLASH_LOG", len(LOG_LEVELS), default=0)
+
+
+def tuned() -> bool:
+    """`Settings.tuned` alone."""
+    return choice("RTFLASH_TUNED", 2, default=1) == 1
+
+
+def bundles() -> tuple[Path, ...]:
+    """The files of RTFLASH_BUNDLE."""
+    texts = os.environ.get("RTFLASH_BUNDLE", "").split(os.pathsep)
+    return tuple(absolute("RTFLASH_BUNDLE", text.strip()) for text in texts if text.strip())
 
 
 def choice(variable: str, count: int, default: int) -> int:
@@ -94,19 +139,30 @@ def one_of(variable: str, allowed: Sequence[str]) -> str:
 
 def cache_dir() -> Path:
     """RTFLASH_CACHE_DIR, else the platform's place for caches; relative if there is no home."""
-    text = os.environ.get("RTFLASH_CACHE_DIR", "").strip()
-    if not text:
+    found = place("RTFLASH_CACHE_DIR")
+    if found is None:
         import platformdirs
 
         return Path(platformdirs.user_cache_path("rtflash", appauthor=False))
+    return found
+
+
+def place(variable: str) -> Path | None:
+    """The variable as a path; None where it is unset."""
+    text = os.environ.get(variable, "").strip()
+    return absolute(variable, text) if text else None
+
+
+def absolute(variable: str, text: str) -> Path:
+    """A variable's path, absolute; where there is no home, one that starts with ~ stays as it is."""
     if "\0" in text:
-        raise ValueError(f"RTFLASH_CACHE_DIR is {text!r}; it must be a path")
+        raise ValueError(f"{variable} is {text!r}; it must be a path")
     path = os.path.expanduser(text)
     try:
         return Path(path if path.startswith("~") else os.path.abspath(path))
     except FileNotFoundError:
         raise ValueError(
-            f"RTFLASH_CACHE_DIR is {text!r}, relative to a current folder that was deleted; it must be absolute"
+            f"{variable} is {text!r}, relative to a current folder that was deleted; it must be absolute"
         ) from None
 
 
@@ -115,10 +171,16 @@ def describe() -> list[Row]:
     current = get()
     values = {
         "RTFLASH_BACKEND": current.backend,
+        "RTFLASH_BUNDLE": os.pathsep.join(map(str, current.bundles)),
         "RTFLASH_CACHE": str(int(current.cache)),
         "RTFLASH_CACHE_DIR": str(current.cache_dir),
         "RTFLASH_CXX": current.cxx,
+        "RTFLASH_DUMP": str(current.dump or ""),
         "RTFLASH_LOG": str(current.log),
+        "RTFLASH_NO_COMPILE": str(int(current.no_compile)),
+        "RTFLASH_OVERRIDE": str(current.override or ""),
+        "RTFLASH_RECORD": str(current.record or ""),
+        "RTFLASH_TUNED": str(int(current.tuned)),
     }
     return [
         Row(
@@ -139,7 +201,7 @@ def logger() -> logging.Logger:
     import logging
 
     log = logging.getLogger(LOGGER)
-    level = get().log
+    level = log_level()
     if level > 0:
         log.setLevel(LOG_LEVELS[level])
         if not log.handlers:

@@ -16,7 +16,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 import rtflash
-from rtflash import cache, device, settings
+from rtflash import bundle, cache, device, settings
 from rtflash.__main__ import import_tool
 
 bench, chart, cli, demo = (import_tool(name) for name in ("bench", "chart", "cli", "demo"))
@@ -59,7 +59,7 @@ def run(*arguments):
 def test_help_and_version():
     assert "Usage" in run().output
     assert run("--version").output.strip() == rtflash.__version__
-    for command in ("info", "demo", "cache", "generate", "bench"):
+    for command in ("info", "demo", "cache", "generate", "bench", "tune"):
         assert command in run("--help").output
 
 
@@ -69,6 +69,18 @@ def test_info_shows_settings_and_the_reason_without_gpu(without_gpu):
     assert "There is no GPU." in result.output
     for row in settings.describe():
         assert row.variable in result.output
+
+
+def test_info_tells_of_bundles_and_tuned_tiles(monkeypatch, tmp_path):
+    assert "tuned tiles  none" in run("info").output
+    file = tmp_path / "kernels.zip"
+    bundle.write(file, bundle.pack([]))
+    monkeypatch.setenv("RTFLASH_BUNDLE", str(file))
+    assert "kernels.zip: 0 for" in "".join(run("info").output.split("\n"))
+    monkeypatch.setenv("RTFLASH_BUNDLE", str(tmp_path / "none"))
+    result = run("info")
+    assert result.exit_code == 0
+    assert "unusable" in result.output
 
 
 def test_info_without_cupy_says_what_to_install(monkeypatch):
@@ -291,6 +303,14 @@ def test_stdout_that_takes_nothing_gives_no_traceback(place, code, options):
     done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code
     assert done.stderr.count("\n") == (1 if code else 0), done.stderr
+
+
+def test_a_terminal_of_few_characters_gives_no_traceback(tmp_path):
+    variables = {"PYTHONIOENCODING": "ascii", "RTFLASH_CACHE_DIR": str(tmp_path / "é")}
+    command = [sys.executable, "-m", "rtflash", "cache", "size"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b"\\xe9" in done.stdout.replace(b"\n", b"")
 
 
 def test_narrow_terminals_leave_setting_names_whole(monkeypatch, without_gpu):

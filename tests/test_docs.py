@@ -1,15 +1,22 @@
-"""docs/: links and named files exist, examples run; docs/emulation.md tells of every file of the host."""
+"""docs/: links and named files exist; docs/emulation.md tells of every file of the host and examples run;
+docs/variants.md knows every option of `rtflash generate`, and its commands run."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rtflash import build, device, record, select, settings
+from rtflash.__main__ import import_tool
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+VARIANTS = ROOT / "docs" / "variants.md"
 EMULATION = ROOT / "docs" / "emulation.md"
 
 if not EMULATION.exists():
@@ -52,3 +59,48 @@ def test_examples_run(page: str) -> None:
     assert blocks
     for block in blocks:
         exec(block, {})
+
+
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", VARIANTS.read_text("utf-8"), re.M | re.S)
+COMMANDS = re.findall(r"^rtflash .*$", "".join(BLOCKS), re.M)
+
+
+def test_every_option_and_setting_of_variants_is_told_of() -> None:
+    pytest.importorskip("typer")
+    text = VARIANTS.read_text("utf-8")
+    command = typer_command("generate")
+    for option in {name for parameter in command.params for name in parameter.opts} - {"--help"}:
+        assert option in text, option
+    others = {"RTFLASH_CACHE", "RTFLASH_CACHE_DIR", "RTFLASH_BACKEND", "RTFLASH_CXX"}
+    for name in {row.variable for row in settings.describe()} - others:
+        assert name in text, name
+
+
+def typer_command(name: str) -> Any:
+    """A command of `rtflash`, as click has it."""
+    typer = pytest.importorskip("typer")
+    return typer.main.get_command(import_tool("cli").app).commands[name]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_of_variants_run(line: str, monkeypatch: Any, tmp_path: Path) -> None:
+    """In an empty folder with a record; nothing is compiled or measured for it."""
+    testing = pytest.importorskip("typer.testing")
+    used = build.Resources(128, 0, 0, 0, 0, 0.5)
+
+    def compile(spec: Any, arch: str, lines: bool = True) -> build.Artifact:
+        return build.Artifact(spec, arch, b"\x7fELF", "", "", (), used, "", None, (13, 0))
+
+    monkeypatch.setattr(build, "compile", compile)
+    monkeypatch.setattr(import_tool("generate").nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(import_tool("autotune").bench, "why_not", lambda: "There is no GPU.")
+    monkeypatch.chdir(tmp_path)
+    spec = select.table_specs(device.for_arch("sm_80"))[0]
+    (tmp_path / "record.jsonl").write_text(json.dumps(record.described(spec, "sm_80")) + "\n")
+    words = shlex.split(line)[1:]
+    result = testing.CliRunner().invoke(import_tool("cli").app, words)
+    assert result.exit_code == (0 if words[0] == "generate" else 2), result.output
+    if words[0] == "generate":
+        assert (tmp_path / "kernels.zip").exists() or (tmp_path / "wheels").exists()
+    else:
+        assert "There is no GPU." in result.output

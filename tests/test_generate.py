@@ -1,9 +1,15 @@
 """tools/generate.py: which variants, what is written, what fails; and tools/sass.py's counting."""
 
 import dataclasses
+import importlib.util
 import json
 import math
+import shlex
 import struct
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +20,15 @@ pytest.importorskip("rich")
 from fake_gpu import view
 from typer.testing import CliRunner
 
-from rtflash import ahead, build, device, launch, select
+import rtflash
+from rtflash import ahead, build, bundle, device, launch, record, select
 from rtflash.__main__ import import_tool
 from rtflash.nvrtc import Resources
 from rtflash.problem import Tensors, kvcache
-from rtflash.spec import Spec
+from rtflash.spec import AppendSpec, Spec
 
 cli, generate, sass = (import_tool(name) for name in ("cli", "generate", "sass"))
+generated, served = (import_tool(name) for name in ("generated", "served"))
 
 PLAIN = [frozenset()]
 CLEAN = Resources(
@@ -35,7 +43,7 @@ def run(*arguments):
 def fake_compile(log="", **resources):
     """A compiler that needs no NVRTC and gives every variant the same resources."""
 
-    def compile(spec, arch):
+    def compile(spec, arch, lines=True):
         used = dataclasses.replace(CLEAN, **resources)
         return build.Artifact(spec, arch, b"\x7fELF", "// source", log, (), used, "0" * 12, None)
 
@@ -55,14 +63,14 @@ def fake(monkeypatch):
 
 
 def test_variants_are_distinct_and_as_asked():
-    calls = generate.problems(
+    calls = served.problems(
         ["fp16", "bf16"],
         [(64, 64), (192, 128)],
         ["full", "causal", "window"],
         PLAIN,
         [(8192, 8192)],
     )
-    chosen, refused = generate.variants(["sm_80", "sm_90a"], calls)
+    chosen, refused = served.variants(["sm_80", "sm_90a"], calls)
     assert not refused
     assert len(set(chosen)) == len(chosen) == 2 * 2 * 3 * 2
     specs = [variant.spec for variant in chosen]
@@ -71,15 +79,15 @@ def test_variants_are_distinct_and_as_asked():
 
 
 def test_four_variants_by_length():
-    calls = list(generate.problems(["fp16"], [(64, 64)], ["full"], PLAIN, generate.LENGTHS["all"]))
-    chosen, _ = generate.variants(["sm_80"], calls)
+    calls = list(served.problems(["fp16"], [(64, 64)], ["full"], PLAIN, served.LENGTHS["all"]))
+    chosen, _ = served.variants(["sm_80"], calls)
     assert {(v.spec.even_m, v.spec.even_n) for v in chosen} == {
         (m, n) for m in (False, True) for n in (False, True)
     }
 
 
 def test_table_is_listed_for_each_architecture():
-    chosen = generate.table_variants(["sm_75", "sm_90a"])
+    chosen = served.table_variants(["sm_75", "sm_90a"])
     assert len(set(chosen)) == len(chosen)
     assert {variant.arch for variant in chosen} == {"sm_75", "sm_90a"}
     assert all(variant.spec.isa == 75 for variant in chosen if variant.arch == "sm_75")
@@ -102,8 +110,8 @@ def test_inference_variants_are_those_of_warmup(monkeypatch, options, mask):
     monkeypatch.setattr(
         build, "kernel", lambda spec, gpu: loaded.add(spec) or SimpleNamespace(spec=spec)
     )
-    calls = generate.problems(["bf16"], [(64, 64)], [mask], PLAIN, generate.LENGTHS["all"])
-    chosen, _ = generate.variants(["sm_90a"], calls, generate.Inference(**options))
+    calls = served.problems(["bf16"], [(64, 64)], [mask], PLAIN, served.LENGTHS["all"])
+    chosen, _ = served.variants(["sm_90a"], calls, served.Inference(**options))
     kvcache = {"kvcache": options["decode"]} if "decode" in options else {}
     others = {name: value for name, value in options.items() if name != "decode"}
     features = {"full": {}, "causal": {"causal": True}, "window": {"window": True}}[mask]
@@ -117,9 +125,9 @@ def test_inference_variants_are_those_of_warmup(monkeypatch, options, mask):
 
 
 def test_decoding_needs_splits_and_their_merge():
-    calls = generate.problems(["bf16"], [(128, 128)], ["causal"], PLAIN, [(8192, 8192)])
-    wanted = generate.Inference(decode=True, append=True, rotary="interleaved")
-    specs = [variant.spec for variant in generate.variants(["sm_80"], calls, wanted)[0]]
+    calls = served.problems(["bf16"], [(128, 128)], ["causal"], PLAIN, [(8192, 8192)])
+    wanted = served.Inference(decode=True, append=True, rotary="interleaved")
+    specs = [variant.spec for variant in served.variants(["sm_80"], calls, wanted)[0]]
     assert {spec.kernel_file for spec in specs} == {"forward_sm80.cu", "combine.cu", "append.cu"}
     forward = [spec for spec in specs if isinstance(spec, Spec)]
     assert {(spec.split, spec.key_warps > 1) for spec in forward} == {
@@ -155,8 +163,8 @@ def test_inference_is_compiled_with_the_dense_calls(fake):
 
 def test_features_reach_the_spec():
     both = frozenset({"softcap", "alibi"})
-    calls = generate.problems(["fp16"], [(64, 64)], ["full"], [both], [(8192, 8192)])
-    (variant,), _ = generate.variants(["sm_80"], calls)
+    calls = served.problems(["fp16"], [(64, 64)], ["full"], [both], [(8192, 8192)])
+    (variant,), _ = served.variants(["sm_80"], calls)
     assert variant.spec.softcap
     assert variant.spec.alibi
 
@@ -180,7 +188,7 @@ def test_a_fault_fails_unless_allowed(fake, found):
 
 
 def test_an_error_of_the_compiler_is_shown(fake, monkeypatch, tmp_path):
-    def refuse(spec, arch):
+    def refuse(spec, arch, lines):
         raise build.CompileError(spec, arch, (), "softmax.cuh(3): error: no", tmp_path)
 
     fake()
@@ -222,16 +230,16 @@ def test_launch_json_says_how_to_launch():
     assert few.pack_gqa
     assert grid.splits == 3
     numbers = {"seqlen_q": 5, "group": 3, "heads": 6, "batch": 2, "splits": 3}
-    assert blocks(generate.launch_record(few), **numbers) == grid.blocks
+    assert blocks(generated.launch_record(few), **numbers) == grid.blocks
     many = dataclasses.replace(few, pack_gqa=False)
-    assert blocks(generate.launch_record(many), **numbers) == select.grid(many, odd, gpu, 3).blocks
+    assert blocks(generated.launch_record(many), **numbers) == select.grid(many, odd, gpu, 3).blocks
     append, grid = select.append(odd)
     numbers = {"batch": 2, "seqlen_new": 4, "heads": 2}
-    assert blocks(generate.launch_record(append), **numbers) == grid.blocks
+    assert blocks(generated.launch_record(append), **numbers) == grid.blocks
     merge, grid = select.combine(select.splits_combine(odd, 3), True)
-    assert blocks(generate.launch_record(merge), batch=2, seqlen=5, heads=6) == grid.blocks
+    assert blocks(generated.launch_record(merge), batch=2, seqlen=5, heads=6) == grid.blocks
 
-    described = generate.launch_record(few)
+    described = generated.launch_record(few)
     assert described["symbol"] == few.name
     assert (described["threads"], described["dynamic_shared_bytes"]) == (
         few.threads,
@@ -335,7 +343,7 @@ def test_table_compiles_the_table(fake):
     fake()
     result = run("--table", "--arch", "sm_75")
     assert result.exit_code == 0, result.output
-    assert f"variants: {len(generate.table_variants(['sm_75']))}," in result.output
+    assert f"variants: {len(served.table_variants(['sm_75']))}," in result.output
 
 
 def test_sass_counts_instructions():
@@ -356,7 +364,190 @@ def test_sass_counts_instructions():
 def test_hopper_gets_a_kernel_of_its_own():
     """For tensors that TMA can copy: rows of whole 16 bytes."""
     for dim, isa in ((64, 90), (60, 80)):
-        calls = generate.problems(["bf16"], [(dim, dim)], ["full"], PLAIN, [(1024, 1024)])
-        chosen, refused = generate.variants(["sm_90a"], calls)
+        calls = served.problems(["bf16"], [(dim, dim)], ["full"], PLAIN, [(1024, 1024)])
+        chosen, refused = served.variants(["sm_90a"], calls)
         assert [variant.spec.isa for variant in chosen] == [isa]
         assert not refused
+
+
+ONE = ("--arch", "sm_80", "--head-dim", "64", "--mask", "full", "--length", "even")
+
+
+@pytest.fixture
+def loads(monkeypatch, tmp_path):
+    """A process that loads without a driver and cannot compile."""
+    monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_kernels", {})
+    monkeypatch.setattr(
+        build, "load", lambda made, gpu: build.Kernel(made.spec, made, 1, made.resources)
+    )
+    monkeypatch.setenv("RTFLASH_NO_COMPILE", "1")
+
+
+def test_bundle_is_what_a_gpu_loads(fake, loads, monkeypatch, tmp_path):
+    fake()
+    file = tmp_path / "a b" / "kernels é.zip"
+    file.parent.mkdir()
+    result = run(*ONE, "--decode", "--bundle", file)
+    assert result.exit_code == 0, result.output
+    monkeypatch.setenv("RTFLASH_BUNDLE", str(file))
+    gpu = device.for_arch("sm_80")
+    calls = served.problems(["bf16"], [(64, 64)], ["full"], PLAIN, [(8192, 8192)])
+    chosen, _ = served.variants(["sm_80"], calls, served.Inference(decode=True))
+    for variant in chosen:
+        assert build.kernel(variant.spec, gpu).raw.cubin == b"\x7fELF"
+    assert f"{len(chosen)} kernels for sm_80" in result.output
+    assert run(*ONE, "--decode", "--bundle", tmp_path / "same.zip").exit_code == 0
+    assert (tmp_path / "same.zip").read_bytes() == file.read_bytes()
+
+
+def test_the_command_of_a_miss_adds_the_variant(fake, loads, monkeypatch, tmp_path):
+    fake()
+    file = tmp_path / "kernels.zip"
+    assert run(*ONE, "--bundle", file).exit_code == 0
+    monkeypatch.setenv("RTFLASH_BUNDLE", str(file))
+    gpu, held = device.for_arch("sm_80"), bundle.read(file).kernels
+    spec = Spec("bf16", 96, 96, 64, 64, 4, 1, mask="window", prescale=True, alibi=True, align=8)
+    with pytest.raises(build.MissingKernelError) as caught:
+        build.kernel(spec, gpu)
+    (line,) = [x for x in str(caught.value).splitlines() if x.startswith("rtflash generate")]
+    result = run(*shlex.split(line)[2:])
+    assert result.exit_code == 0, result.output
+    assert "already there: 1" in result.output
+    bundle.read.cache_clear()  # as in another process
+    assert build.kernel(spec, gpu).raw.spec == spec
+    assert len(bundle.read(file).kernels) == len(held) + 1
+    again = run(*shlex.split(line)[2:])
+    assert "variants: 0" in again.output
+    assert again.exit_code == 0
+
+
+def test_a_record_is_compiled(fake, monkeypatch, tmp_path):
+    fake()
+    file = tmp_path / "record.jsonl"
+    monkeypatch.setenv("RTFLASH_RECORD", str(file))
+    monkeypatch.setattr(record, "_noted", set())
+    gpu = device.for_arch("sm_90a")
+    specs = select.table_specs(gpu)[:3]
+    for spec in specs:
+        record.note(spec, "sm_90a")
+    record.note(AppendSpec("bf16"), "sm_80")
+    report = tmp_path / "report.json"
+    assert run("--record", file, "--json", report).exit_code == 0
+    rows = json.loads(report.read_text())
+    assert [row["name"] for row in rows] == [*(x.name for x in specs), AppendSpec("bf16").name]
+    assert "variants: 1," in run("--record", file, "--arch", "sm_80").output
+    assert run("--record", file, "--arch", "sm_75").exit_code == 1  # nothing is left
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--record", "missing.jsonl"), "--record"),
+        (("--record", __file__), "--record"),
+        (("--spec", "kernel=none"), "--spec"),
+        (("--spec", "kernel=combine,dtype=bf16", "--table"), "--spec"),
+        (("--spec", "kernel=combine,dtype=bf16", "--decode"), "--decode"),
+        (("--add",), "--add"),
+        (("--bundle", __file__, "--add"), "--add"),
+        (("--name", "x"), "--name"),
+        (("--wheel", ".", "--name", "A-b"), "--name"),
+        (("--plot", "x.txt"), "--plot"),
+        (("--bundle", "missing/kernels.zip"), "--bundle"),
+        (("--wheel", __file__), "--wheel"),
+    ],
+)
+def test_options_that_cannot_be_obeyed_are_refused_before_the_work(
+    fake, monkeypatch, tmp_path, options, named
+):
+    fake()
+    monkeypatch.setattr(build, "compile", None)
+    monkeypatch.chdir(tmp_path)
+    result = run(*options)
+    assert result.exit_code == 2, result.output
+    assert named in result.output
+
+
+def test_a_bundle_of_another_version_is_not_added_to(fake, monkeypatch, tmp_path):
+    fake()
+    file = tmp_path / "kernels.zip"
+    assert run(*ONE, "--bundle", file).exit_code == 0
+    before = file.read_bytes()
+    bundle.read.cache_clear()
+    monkeypatch.setattr(bundle, "maker", lambda: {"rtflash": "9.9"})
+    result = run(*ONE, "--bundle", file, "--add")
+    assert result.exit_code == 2
+    assert "this is rtflash 9.9" in " ".join(result.output.replace("│", " ").split())
+    assert file.read_bytes() == before
+
+
+def test_faults_leave_no_bundle_unless_allowed(fake, tmp_path):
+    fake(spill_stores=8)
+    file = tmp_path / "kernels.zip"
+    result = run(*ONE, "--bundle", file)
+    assert result.exit_code == 1
+    assert "no bundle is written" in result.output
+    assert not file.exists()
+    assert run(*ONE, "--bundle", file, "--allow-faults").exit_code == 0
+    assert file.exists()
+
+
+def test_a_wheel_is_installed_and_found(fake, loads, monkeypatch, tmp_path):
+    fake()
+    result = run(*ONE, "--wheel", tmp_path / "wheels", "--name", "my_model")
+    assert result.exit_code == 0, result.output
+    (file,) = (tmp_path / "wheels").iterdir()
+    assert file.name == f"rtflash_bundle_my_model-{rtflash.__version__}-py3-none-any.whl"
+    site = tmp_path / "site é"
+    if importlib.util.find_spec("pip"):
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+        subprocess.run([*command, "--target", site, file], check=True)
+    else:
+        zipfile.ZipFile(file).extractall(site)
+    (found,) = metadata.distributions(name="rtflash_bundle_my_model", path=[str(site)])
+    assert found.requires == [f"rtflash=={rtflash.__version__}"]
+    with zipfile.ZipFile(file) as archive:
+        for entry in found.files:
+            if entry.hash and str(entry) in archive.namelist():
+                digest = import_tool("wheel").digest(archive.read(str(entry)))
+                assert (digest, "sha256") == (entry.hash.value, entry.hash.mode)
+    monkeypatch.syspath_prepend(str(site))
+    calls = served.problems(["bf16"], [(64, 64)], ["full"], PLAIN, [(8192, 8192)])
+    ((spec, _),), _ = served.variants(["sm_80"], calls)
+    assert build.kernel(spec, device.for_arch("sm_80")).raw.cubin == b"\x7fELF"
+
+
+def test_report_has_occupancy_and_a_plot(fake, tmp_path):
+    pytest.importorskip("matplotlib")
+    fake()
+    report, image = tmp_path / "report.json", tmp_path / "plot.png"
+    options = ("--arch", "sm_80,sm_86", "--head-dim", "64", "--mask", "full", "--length", "even")
+    assert run(*options, "--json", report, "--plot", image).exit_code == 0
+    assert image.stat().st_size > 1000
+    for row in json.loads(report.read_text()):
+        # 128 registers of 128 threads: 4 CTAs; 48 KB of shared memory and 1 KB kept by the system: 3, or 2.
+        assert row["shared_bytes"] == 49152
+        assert row["ctas_per_sm"] == {"sm_80": 3, "sm_86": 2}[row["arch"]]
+        assert row["occupancy"] == round(
+            row["ctas_per_sm"] * 4 / {"sm_80": 64, "sm_86": 48}[row["arch"]], 3
+        )
+
+
+def test_bundles_are_compiled_without_line_numbers(monkeypatch, tmp_path):
+    pytest.importorskip("cupy")
+    file = tmp_path / "kernels.zip"
+    spec = Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75)
+    assert run("--arch", "sm_80", "--spec", record.text(spec), "--bundle", file).exit_code == 0
+    made = bundle.code(bundle.read(file), spec, "sm_80")
+    with_lines = build.compile(spec, "sm_80").cubin
+    assert made.cubin.startswith(b"\x7fELF")
+    assert spec.name.encode() in made.cubin
+    assert b".debug_line" not in made.cubin
+    assert len(made.cubin) < len(with_lines)
+
+
+def test_architectures_are_taken_by_either_name(fake, tmp_path):
+    fake()
+    file = tmp_path / "kernels.zip"
+    assert run(*ONE[2:], "--arch", "sm_90", "--bundle", file).exit_code == 0
+    assert bundle.read(file).archs == ("sm_90a",)

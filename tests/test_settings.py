@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from pathlib import Path
@@ -14,10 +15,16 @@ from rtflash import settings
 
 VARIABLES = (
     "RTFLASH_BACKEND",
+    "RTFLASH_BUNDLE",
     "RTFLASH_CACHE",
     "RTFLASH_CACHE_DIR",
     "RTFLASH_CXX",
+    "RTFLASH_DUMP",
     "RTFLASH_LOG",
+    "RTFLASH_NO_COMPILE",
+    "RTFLASH_OVERRIDE",
+    "RTFLASH_RECORD",
+    "RTFLASH_TUNED",
 )
 
 
@@ -41,14 +48,43 @@ def test_values(monkeypatch, tmp_path):
     monkeypatch.setenv("RTFLASH_LOG", "2")
     monkeypatch.setenv("RTFLASH_BACKEND", "emulate")
     monkeypatch.setenv("RTFLASH_CXX", "clang++")
-    wanted = settings.Settings(False, tmp_path / "kernels", 2, "emulate", "clang++")
+    bundles = (tmp_path / "a b.zip", Path.cwd() / "é.zip")
+    monkeypatch.setenv("RTFLASH_BUNDLE", os.pathsep.join([str(bundles[0]), "", " é.zip"]))
+    monkeypatch.setenv("RTFLASH_NO_COMPILE", "1")
+    monkeypatch.setenv("RTFLASH_DUMP", str(tmp_path))
+    monkeypatch.setenv("RTFLASH_RECORD", str(tmp_path / "r"))
+    monkeypatch.setenv("RTFLASH_TUNED", "0")
+    wanted = settings.Settings(
+        cache=False,
+        cache_dir=tmp_path / "kernels",
+        log=2,
+        backend="emulate",
+        cxx="clang++",
+        bundles=bundles,
+        no_compile=True,
+        record=tmp_path / "r",
+        dump=tmp_path,
+        tuned=False,
+    )
     assert settings.get() == wanted
     rows = settings.describe()
     assert [row.variable for row in rows] == list(VARIABLES)
-    values = ["emulate", "0", str(tmp_path / "kernels"), "clang++", "2"]
+    named = os.pathsep.join(map(str, bundles))
+    values = [
+        "emulate", named, "0", str(tmp_path / "kernels"), "clang++", str(tmp_path), "2", "1", "", str(tmp_path / "r"),
+        "0",
+    ]  # fmt: skip
     assert [row.value for row in rows] == values
-    assert {row.source for row in rows} == {"environment"}
+    assert {row.source for row in rows if row.value} == {"environment"}
     assert all(row.meaning for row in rows)
+
+
+def test_no_override_where_nothing_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setenv("RTFLASH_OVERRIDE", str(tmp_path))
+    assert settings.get().override == tmp_path
+    monkeypatch.setenv("RTFLASH_NO_COMPILE", "1")
+    with pytest.raises(ValueError, match="RTFLASH_OVERRIDE is set and RTFLASH_NO_COMPILE is 1"):
+        settings.get()
 
 
 def test_empty_means_unset(monkeypatch):

@@ -6,7 +6,6 @@ the figures of a mode are. Operations are those of the two matrix products, half
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import statistics
 import time
@@ -25,7 +24,7 @@ from rtflash.spec import MAX_HEAD_DIM
 from . import bench_inference, chart
 from .chart import SHAPE_KEYS, Row
 from .peers import PEERS, TORCH_DTYPES, Peer, cpu_peers, make_peers
-from .screen import check_file, console, given, items, numbers
+from .screen import check_file, check_plot, console, given, items, numbers
 from .timing import ROUNDS, medians, turn
 
 MODES = ("fwd", "decode", "varlen", "host")
@@ -148,7 +147,11 @@ def command(
     if on_cpu and saved is None and (found := given(context, GPU_OPTIONS)):
         raise typer.BadParameter(f"{', '.join(found)}: for the GPU only, not with --cpu")
     check_file(report, "--json")
-    check_plot(plot, saved is not None or bool({*modes} & {*chart.DRAWN}))
+    if plot is not None and saved is None and not {*modes} & {*chart.DRAWN}:
+        raise typer.BadParameter(
+            f"--plot draws the rows of --mode {', '.join(chart.DRAWN)}; none is asked for"
+        )
+    check_plot(plot)
     skipped: dict[str, str] = {}
     if saved is not None:
         try:
@@ -178,21 +181,6 @@ def command(
     for name, reason in skipped.items():
         console.print(f"[yellow]skipped[/] {name}: {escape(reason)}")
     write(rows, report, plot)
-
-
-def check_plot(plot: Path | None, drawn: bool) -> None:
-    """BadParameter if the work could not end in a plot; `drawn` says whether it gives rows to draw."""
-    if plot is None:
-        return
-    if plot.suffix not in chart.SUFFIXES:
-        raise typer.BadParameter(f"--plot is {plot}; it must end in {', '.join(chart.SUFFIXES)}")
-    if not drawn:
-        raise typer.BadParameter(
-            f"--plot draws the rows of --mode {', '.join(chart.DRAWN)}; none is asked for"
-        )
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("--plot needs matplotlib: pip install matplotlib")
-    check_file(plot, "--plot")
 
 
 def show(rows: Iterator[Row]) -> list[Row]:

@@ -31,7 +31,6 @@ TITLES = {
 MORE_IS_BETTER = ("fwd", "decode", "varlen")
 DRAWN = MORE_IS_BETTER
 COLOURS = {"rtflash": "#d1495b", "torch-FA2": "#a8b5c8", "cuDNN": "#5c6f8a", "FA3": "#2f3e55"}
-SUFFIXES = (".png", ".svg", ".pdf")
 SPARE_COLOURS = ("#7a9e87", "#c2a878", "#8f7aa6", "#b0a8a0")
 
 

@@ -12,9 +12,9 @@ import typer
 from rich.markup import escape
 
 import rtflash
-from rtflash import cache, device, nvrtc, settings
+from rtflash import bundle, cache, device, nvrtc, settings, tuned
 
-from . import bench, demo, generate
+from . import autotune, bench, demo, generate
 from .screen import console, frameless, size
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -23,6 +23,7 @@ app.add_typer(cache_app, name="cache")
 app.command("demo")(demo.command)
 app.command("generate")(generate.command)
 app.command("bench")(bench.command)
+app.command("tune")(autotune.command)
 
 PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "cupy", "torch", "jax", "ml_dtypes")
 
@@ -52,6 +53,8 @@ def info() -> None:
         rows.add_row("GPU", line)
     rows.add_row("NVRTC", compiler())
     rows.add_row("cache", stored(cache.entries()))
+    rows.add_row("bundles", bundled())
+    rows.add_row("tuned tiles", escape(tuned.said()))
     console.print(rows)
     table = frameless("setting", "value", "from", "meaning", whole=["setting", "from"])
     for row in settings.describe():
@@ -93,6 +96,14 @@ def compiler() -> str:
         return f"{'.'.join(map(str, nvrtc.version()))} for {' '.join(nvrtc.supported_archs())}"
     except (ImportError, RuntimeError) as error:
         return f"[yellow]missing.[/] {escape(str(error))}"
+
+
+def bundled() -> str:
+    """The bundles in use, or why one cannot be used."""
+    try:
+        return escape(bundle.said()) or "none"
+    except bundle.BundleError as error:
+        return f"[red]unusable.[/] {escape(str(error))}"
 
 
 def stored(entries: list[cache.Listed]) -> str:

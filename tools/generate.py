@@ -11,20 +11,22 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from rtflash import build, launch, nvrtc
-from rtflash.spec import DTYPES, MAX_HEAD_DIM, ROTARIES, AnySpec, AppendSpec, Spec
+import rtflash
+from rtflash import build, bundle, device, nvrtc, record
+from rtflash.spec import DTYPES, MAX_HEAD_DIM, ROTARIES
 
-from .screen import check_file, check_folder, console, frameless, given, items
+from . import wheel
+from .generated import Outcome, packed, plot, report, table, write
+from .screen import check_file, check_folder, check_plot, console, given, items, size
 from .served import (
     FEATURES,
     LENGTHS,
@@ -36,43 +38,21 @@ from .served import (
     variants,
 )
 
-# Options that say which calls to serve; --table has its own.
+# Options that say which calls to serve; not with those that say which variants.
 CALL_OPTIONS = (
     "dtype", "head_dim", "mask", "feature", "length", "varlen", "decode", "paged", "append", "rotary",
 )  # fmt: skip
 
 
-class Outcome(NamedTuple):
-    """What came of a variant: its artifact, or the compiler's words."""
-
-    variant: Variant
-    artifact: build.Artifact | None
-    error: str
-
-    @property
-    def faults(self) -> list[str]:
-        """What a shipped kernel must not have: local memory, spills, the compiler's warnings."""
-        if self.artifact is None:
-            return [self.error]
-        used = self.artifact.resources
-        counted = {
-            "bytes of local memory": used.local_bytes,
-            "bytes of spill stores": used.spill_stores,
-            "bytes of spill loads": used.spill_loads,
-        }
-        faults = [f"{count} {what}" for what, count in counted.items() if count]
-        return faults + list(self.artifact.warnings)
-
-
-def compile_all(chosen: Sequence[Variant], jobs: int) -> Iterator[Outcome]:
-    """Compile in `jobs` threads; outcomes come as they finish.
+def compile_all(chosen: Sequence[Variant], jobs: int, lines: bool = True) -> Iterator[Outcome]:
+    """Compile in `jobs` threads, with line numbers for profilers or without; outcomes come as they finish.
 
     NVRTC runs outside the interpreter's lock: two threads take half the time of one (measured).
     """
 
     def work(variant: Variant) -> Outcome:
         try:
-            return Outcome(variant, build.compile(*variant), "")
+            return Outcome(variant, build.compile(*variant, lines=lines), "")
         except build.CompileError as error:
             return Outcome(variant, None, str(error))
 
@@ -83,89 +63,6 @@ def compile_all(chosen: Sequence[Variant], jobs: int) -> Iterator[Outcome]:
                 yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def write(outcome: Outcome, folder: Path) -> None:
-    """Put a variant's files under `folder`/<arch>/<name>/, as the cache has them."""
-    if outcome.artifact is None:
-        return
-    place = folder / outcome.variant.arch / outcome.variant.spec.name
-    place.mkdir(parents=True, exist_ok=True)
-    entry = build.to_entry(outcome.artifact)
-    for name, data in entry.files.items():
-        (place / name).write_bytes(data)
-    record = json.dumps(dict(entry.record), indent=1)
-    (place / "spec.json").write_text(record + "\n", encoding="utf-8")
-    how = json.dumps(launch_record(outcome.variant.spec), indent=1)
-    (place / "launch.json").write_text(how + "\n", encoding="utf-8")
-
-
-def launch_record(spec: AnySpec) -> dict[str, Any]:
-    """How a kernel is launched, for `launch.json`: grid, block, shared memory, and the fields of its one argument.
-
-    A "tensor map" is a CUtensorMap, as rtflash/tensor_map.py encodes it. The grid is a formula of Params' fields and of
-    the batch (packed rows to merge: batch 1).
-    """
-    if isinstance(spec, Spec):
-        rows, heads = (
-            ("seqlen_q * group", "heads / group") if spec.pack_gqa else ("seqlen_q", "heads")
-        )
-        grid = f"ceil({rows} / {spec.block_m}) * batch * {heads} * splits"
-        layout = launch.FORWARD
-        if spec.isa == 90:  # the CTAs stay, and share the tiles
-            grid, layout = f"min({grid}, multiprocessors)", launch.FORWARD_TMA
-    elif isinstance(spec, AppendSpec):
-        grid, layout = "batch * seqlen_new * heads", launch.APPEND
-    else:
-        grid, layout = "batch * seqlen * heads", launch.COMBINE
-    fields = layout.described()
-    return {
-        "symbol": spec.name,
-        "grid": grid,
-        "threads": spec.threads,
-        "dynamic_shared_bytes": spec.shared_bytes,
-        "params_bytes": layout.size,
-        "params": [{"name": name, "type": kind, "offset": at} for name, kind, at in fields],
-    }
-
-
-def report(outcome: Outcome) -> dict[str, Any]:
-    """A variant's row of the JSON report."""
-    variant, artifact = outcome.variant, outcome.artifact
-    row: dict[str, Any] = {"name": variant.spec.name, "arch": variant.arch}
-    if artifact is not None:
-        used = artifact.resources
-        row |= {
-            "registers": used.registers,
-            "threads": variant.spec.threads,
-            "shared_bytes": used.static_shared_bytes + variant.spec.shared_bytes,
-            "local_bytes": used.local_bytes,
-            "spill_bytes": used.spill_stores + used.spill_loads,
-            "cubin_bytes": len(artifact.cubin),
-            "seconds": round(used.seconds, 3),
-        }
-    return row | {"faults": outcome.faults}
-
-
-def table(outcomes: Iterable[Outcome]) -> Table:
-    """The report for the terminal."""
-    right = ("registers", "shared KB", "spilled B", "cubin KB", "seconds")
-    grid = frameless("arch", "kernel", *right, right=right)
-    for row in map(report, outcomes):
-        name = row["name"].removeprefix("rtflash_").removeprefix("forward_")
-        if "registers" not in row:
-            grid.add_row(row["arch"], name, *["[red]failed[/]"] * len(right))
-            continue
-        spilled = row["spill_bytes"] + row["local_bytes"]
-        cells = (
-            f"{row['registers']}",
-            f"{row['shared_bytes'] / 1024:.0f}",
-            f"[red]{spilled}[/]" if spilled else "0",
-            f"{row['cubin_bytes'] / 1024:.0f}",
-            f"{row['seconds']:.2f}",
-        )
-        grid.add_row(row["arch"], name, *cells)
-    return grid
 
 
 def head_dims(text: str) -> list[tuple[int, int]]:
@@ -188,15 +85,6 @@ def lengths(text: str) -> list[tuple[int, int]]:
     return list(dict.fromkeys(itertools.chain.from_iterable(chosen)))
 
 
-def refuse_call_options(context: typer.Context) -> None:
-    """BadParameter if an option was given that --table would ignore."""
-    found = given(context, CALL_OPTIONS)
-    if found:
-        raise typer.BadParameter(
-            f"--table is all that the tile table has for --arch; it does not go with {', '.join(found)}"
-        )
-
-
 def check_inference(wanted: Inference) -> None:
     """BadParameter if an option would do nothing."""
     if wanted.rotary not in ROTARIES:
@@ -209,6 +97,92 @@ def check_inference(wanted: Inference) -> None:
         raise typer.BadParameter("--append goes with --decode")
     if wanted.rotary != "none" and not wanted.append:
         raise typer.BadParameter("--rotary goes with --append")
+
+
+def choose(
+    context: typer.Context,
+    archs: list[str],
+    calls: Callable[[], tuple[list[Variant], list[str]]],
+    every: bool,
+    recorded: Path | None,
+    specs: Sequence[str],
+) -> tuple[list[Variant], list[str]]:
+    """The variants that the options name, each once, and why some calls have none.
+
+    Raises
+    ------
+    typer.BadParameter
+        Some of them do not go together, or the record or a variant cannot be read.
+    """
+    if not (every or recorded or specs):
+        return calls()
+    ways = {"--table": every, "--record": recorded is not None, "--spec": bool(specs)}
+    way = ", ".join(name for name, is_given in ways.items() if is_given)
+    if every and (recorded or specs):
+        raise typer.BadParameter(f"{way} do not go together")
+    if found := given(context, CALL_OPTIONS):
+        raise typer.BadParameter(f"{way}: variants, not calls; not with {', '.join(found)}")
+    if every:
+        return table_variants(archs), []
+    chosen: dict[Variant, None] = {}
+    if recorded is not None:
+        try:
+            held = [Variant(*pair) for pair in record.read(recorded)]
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(f"--record: {error}") from None
+        only = archs if given(context, ["arch"]) else {variant.arch for variant in held}
+        chosen.update(dict.fromkeys(variant for variant in held if variant.arch in only))
+    for text in specs:
+        try:
+            spec = record.from_text(text)
+        except ValueError as error:
+            raise typer.BadParameter(f"--spec: {error}") from None
+        chosen.update(dict.fromkeys(Variant(spec, arch) for arch in archs))
+    return list(chosen), []
+
+
+def held_by(file: Path | None, add: bool) -> list[bundle.Packed]:
+    """What is already in the bundle that is to be added to."""
+    if not add or file is None or not file.exists():
+        return []
+    try:
+        found = bundle.read(file)
+        pairs = [record.parse(row) for row in found.kernels.values()]
+        return [x for x in (bundle.code(found, *pair) for pair in pairs) if x is not None]
+    except (RuntimeError, ValueError) as error:
+        raise typer.BadParameter(f"--add: {error}") from None
+
+
+def check_outputs(
+    out: Path | None,
+    report_file: Path | None,
+    drawing: Path | None,
+    package: Path | None,
+    name: str,
+) -> None:
+    """BadParameter if the work could not end in a file that it is asked for."""
+    check_folder(out, "--out")
+    check_folder(package, "--wheel")
+    check_file(report_file, "--json")
+    check_plot(drawing)
+    if name and (package is None or not wheel.NAME.fullmatch(name)):
+        raise typer.BadParameter(
+            f"--name is {name!r}; it must be of a-z, 0-9 and single _ between them, and goes with --wheel"
+        )
+
+
+def save(kernels: list[bundle.Packed], file: Path | None, package: Path | None, name: str) -> None:
+    """Write the bundle and the wheel that are asked for."""
+    data = bundle.pack(kernels)
+    archs = sorted({kernel.arch for kernel in kernels})
+    content = f"{len(kernels)} kernel{'' if len(kernels) == 1 else 's'} for {', '.join(archs)}"
+    if file is not None:
+        bundle.write(file, data)
+        console.print(escape(f"bundle: {file}, {content}, {size(len(data))}"), soft_wrap=True)
+    if package is not None:
+        summary = f"Attention kernels of rtflash {rtflash.__version__}, compiled: {content}."
+        made = wheel.write(package, name or "_".join(archs), data, summary)
+        console.print(escape(f"wheel: {made}, {content}"), soft_wrap=True)
 
 
 def command(
@@ -225,58 +199,90 @@ def command(
     append: Annotated[bool, typer.Option("--append", help="--decode with new keys.")] = False,
     rotary: Annotated[str, typer.Option(help=f"Of new keys: {', '.join(ROTARIES)}")] = "none",
     every: Annotated[bool, typer.Option("--table", help="All of the tile table.")] = False,
+    recorded: Annotated[
+        Path | None, typer.Option("--record", help="What a program used: RTFLASH_RECORD's file.")
+    ] = None,
+    spec: Annotated[
+        list[str] | None, typer.Option(help="One variant by its fields, as errors name it.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write .cu, .cubin, .json here.")] = None,
+    pack: Annotated[
+        Path | None, typer.Option("--bundle", help="Write all kernels into this file.")
+    ] = None,
+    add: Annotated[bool, typer.Option("--add", help="Keep what the bundle has.")] = False,
+    package: Annotated[
+        Path | None, typer.Option("--wheel", help="Write the bundle as a wheel into this folder.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="The wheel's: rtflash_bundle_NAME.")] = "",
     report_file: Annotated[Path | None, typer.Option("--json", help="Write a report here.")] = None,
+    drawing: Annotated[
+        Path | None, typer.Option("--plot", help="Draw registers, memory, occupancy here.")
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = os.cpu_count() or 1,
     allow: Annotated[bool, typer.Option("--allow-faults", help="Exit 0 despite faults.")] = False,
 ) -> None:
-    """Compile kernel variants for any GPU on a machine without one.
+    """Compile kernel variants for any GPU on a machine without one; as files, one bundle, a wheel.
 
-    Lists take commas. Exits 1 if a variant spills, uses local memory, has a compiler warning or
-    does not compile.
+    Lists take commas. Exits 1 if a variant spills, has a compiler warning or does not compile.
     """
-    archs = items(arch, "--arch")
     extra = frozenset(items(feature, "--feature", FEATURES) if feature else ())
     dtypes, masks = items(dtype, "--dtype", DTYPES), items(mask, "--mask", list(WINDOWS))
     calls = problems(dtypes, head_dims(head_dim), masks, [extra], lengths(length))
     wanted = Inference(varlen, decode, paged, append, rotary)
     check_inference(wanted)
-    if every:
-        refuse_call_options(context)
-    check_folder(out, "--out")
-    check_file(report_file, "--json")
+    if add and pack is None:
+        raise typer.BadParameter("--add goes with --bundle")
+    check_outputs(out, report_file, drawing, package, name)
+    check_file(pack, "--bundle")
     try:
-        chosen, refused = (table_variants(archs), []) if every else variants(archs, calls, wanted)
+        archs = [device.for_arch(item).arch for item in items(arch, "--arch")]
+        chosen, refused = choose(
+            context, archs, lambda: variants(archs, calls, wanted), every, recorded, spec or []
+        )
         nvrtc.version()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     except (ImportError, RuntimeError) as error:
         console.print(f"[red]{escape(str(error))}[/]")
         raise typer.Exit(2) from None
+    held = held_by(pack, add)
+    there = {Variant(kernel.spec, kernel.arch) for kernel in held}
+    chosen = [variant for variant in chosen if variant not in there]
     for reason in refused:
         console.print(f"[yellow]skipped[/] {escape(reason)}")
+    packing = pack is not None or package is not None
     start = time.perf_counter()
-    outcomes = watch(chosen, jobs, out)
+    outcomes = watch(chosen, jobs, out, not packing)
     seconds = time.perf_counter() - start
     console.print(table(outcomes))
     faulty = [outcome for outcome in outcomes if outcome.faults]
     for outcome in faulty:
-        spec, arch = outcome.variant
-        console.print(f"[red]{arch} {spec.name}[/]: {escape('; '.join(outcome.faults))}")
-    console.print(f"\nvariants: {len(outcomes)}, with faults: {len(faulty)}, in {seconds:.1f} s")
+        made, arch = outcome.variant
+        console.print(f"[red]{arch} {made.name}[/]: {escape('; '.join(outcome.faults))}")
+    already = f", already there: {len(held)}" if held else ""
+    console.print(
+        f"\nvariants: {len(outcomes)}, with faults: {len(faulty)}, in {seconds:.1f} s{already}"
+    )
     if report_file is not None:
         rows = [report(outcome) for outcome in outcomes]
         report_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if not outcomes or (faulty and not allow):
+    if drawing is not None and any(outcome.artifact for outcome in outcomes):
+        plot(outcomes, drawing)
+    kernels = [*held, *packed(outcomes)]
+    if not kernels or (faulty and not allow):
+        if packing:
+            console.print("[yellow]no bundle is written[/]")
         raise typer.Exit(1)
+    if packing:
+        save(kernels, pack, package, name)
 
 
-def watch(chosen: Sequence[Variant], jobs: int, out: Path | None) -> list[Outcome]:
+def watch(chosen: Sequence[Variant], jobs: int, out: Path | None, lines: bool) -> list[Outcome]:
     """Compile with a progress bar and write each variant under `out`; all in `chosen`'s order."""
     done: dict[Variant, Outcome] = {}
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        for outcome in progress.track(compile_all(chosen, jobs), total=len(chosen)):
+        for outcome in progress.track(compile_all(chosen, jobs, lines), total=len(chosen)):
             done[outcome.variant] = outcome
             if out is not None:
                 write(outcome, out)

@@ -48,6 +48,7 @@ KERNEL_MODULES = (
     "spec",
     "tensor_map",
     "tiles",
+    "tuned",
 )
 PACKAGES = ("torch", "cupy", "jax", "numpy")
 

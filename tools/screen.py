@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.table import Table
+
+PLOTS = (".png", ".svg", ".pdf")
 
 # A pipe or a log has no width: rather long lines there than wrapped tables. A closed stdout is None.
 terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -108,3 +111,14 @@ def check_folder(folder: Path | None, option: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise typer.BadParameter(f"{option}: {error}") from None
+
+
+def check_plot(plot: Path | None) -> None:
+    """BadParameter if a plot that the work will end in cannot be drawn or written."""
+    if plot is None:
+        return
+    if plot.suffix not in PLOTS:
+        raise typer.BadParameter(f"--plot is {plot}; it must end in {', '.join(PLOTS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("--plot needs matplotlib: pip install matplotlib")
+    check_file(plot, "--plot")

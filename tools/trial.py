@@ -8,9 +8,16 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from rtflash import build, select
+from rtflash import build, select, tuned
 from rtflash.device import KIB, Device
-from rtflash.spec import ALIGNMENTS, ELEMENT_BYTES, WARP_SIZE, Spec, padded_head_dim
+from rtflash.spec import (
+    ALIGNMENTS,
+    ELEMENT_BYTES,
+    SM90_SHARED_BYTES,
+    WARP_SIZE,
+    Spec,
+    padded_head_dim,
+)
 from rtflash.tiles import Tile
 
 WRONG = "wrong result"
@@ -20,7 +27,17 @@ TABLES = {"many": select.TILES, "few": select.FEW}
 SIZES = {
     "many": ((64, 128), (32, 64, 96, 128), (4, 8), (1, 2), (False, True)),
     "few": ((16,), (32, 64, 128, 256), (2, 4, 8), (1, 2, 3, 4), (False, True)),
+    "some": ((32, 64, 128), (32, 64, 96, 128), (2, 4, 8), (1, 2), (False, True)),
 }
+# block_m, block_n, warps, stages of candidates for Hopper's own kernel.
+HOPPER_SIZES = [
+    (16 * warps, block_n, warps, stages)
+    for warps, block_n, stages in itertools.product((8, 12), range(64, 192, 16), (2, 3))
+]
+# Registers that a thread of two and of three warpgroups that multiply can claim: see templates/forward_sm90.cu.
+HOPPER_REGISTERS = {8: 232, 12: 160}
+# Of these, what it needs beside its parts of O and S: the most with which the tables' tiles pass.
+HOPPER_OTHER_REGISTERS = 32
 # Registers of an SM and of a thread, on every architecture so far.
 SM_REGISTERS, MAX_REGISTERS = 64 * KIB, 255
 # Registers of a thread beside its parts of O, S and Q: the least with which a tile did not spill, measured on sm_90a.
@@ -82,10 +99,12 @@ def padded_bytes(shared_bytes: int, chip: Device, gpu: Device) -> int:
 def candidates(head_dim: int, chip: Device, rows: str = "many") -> list[Tile]:
     """The table's tile, then all that fit the chip's shared memory and, by estimate, its registers.
 
-    Of values of blocks_per_sm that allow a thread as many registers, only the greatest is worth a try. `rows`: see
-    TABLES.
+    Of values of blocks_per_sm that allow a thread as many registers, only the greatest is worth a try. `rows`: one of
+    tuned.NAMES.
     """
-    present = select.tile(head_dim, chip, table=TABLES[rows])
+    present = select.tile(head_dim, chip, table=tuned.NAMES[rows])
+    if rows == "hopper":
+        return list(dict.fromkeys([present, *hopper_candidates(head_dim)]))
     found: dict[tuple[object, ...], Tile] = {}
     for size, blocks in itertools.product(itertools.product(*SIZES[rows]), (1, 2, 3)):
         tile = Tile(*size, blocks, size[2] if rows == "few" else 1)
@@ -101,6 +120,19 @@ def candidates(head_dim: int, chip: Device, rows: str = "many") -> list[Tile]:
         if needed <= limit and residents(spec.shared_bytes, chip) >= blocks:
             found[(*size, limit)] = tile
     return list(dict.fromkeys([present, *found.values()]))
+
+
+def hopper_candidates(head_dim: int) -> list[Tile]:
+    """Tiles of Hopper's own kernel that fit its shared memory and, by estimate, its registers."""
+    found = []
+    for size in HOPPER_SIZES:
+        tile = Tile(*size)
+        spec = tuned.spec_of("hopper", 9, "bf16", head_dim, head_dim, "full", tile)
+        # A warpgroup's 64 rows: O, S, and S again as 16-bit operands.
+        needed = padded_head_dim(head_dim) / 2 + tile.block_n * 0.75 + HOPPER_OTHER_REGISTERS
+        if needed <= HOPPER_REGISTERS[tile.warps] and spec.shared_bytes <= SM90_SHARED_BYTES:
+            found.append(tile)
+    return found
 
 
 def compile_all(specs: Iterable[Spec], chip: Device, arch: str) -> dict[Spec, build.Artifact | str]:

@@ -1,0 +1,137 @@
+"""Variants as data: what RTFLASH_RECORD collects, what an error names, and what `rtflash generate` reads again.
+
+A record is a file of JSON lines, one for each variant and architecture that a program loaded:
+{"arch": "sm_90a", "kernel": "forward", "spec": {"dtype": "bf16", ...}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import cache, settings
+from .spec import AnySpec, AppendSpec, CombineSpec, Spec
+
+KERNELS: dict[str, Any] = {"forward": Spec, "combine": CombineSpec, "append": AppendSpec}
+# It is also a folder's name.
+ARCH = re.compile(r"sm_\d+[af]?")
+
+_noted: set[tuple[Path, str]] = set()
+
+
+def described(spec: AnySpec, arch: str) -> dict[str, object]:
+    """A variant for an architecture as a JSON object; `parse` reads it."""
+    kernel = next(name for name, kind in KERNELS.items() if type(spec) is kind)
+    return {"arch": arch, "kernel": kernel, "spec": spec.to_dict()}
+
+
+def parse(described: Any) -> tuple[AnySpec, str]:
+    """What `described` made an object of.
+
+    Raises
+    ------
+    ValueError
+        It is another object, or says a variant that is none.
+    """
+    try:
+        arch, kernel, fields = (described[name] for name in ("arch", "kernel", "spec"))
+        if ARCH.fullmatch(arch):
+            return make(kernel, fields), arch
+    except (KeyError, TypeError):
+        raise ValueError("no variant (a part is missing, or of another type)") from None
+    raise ValueError(f"no variant (arch is {arch!r})")
+
+
+def make(kernel: str, fields: dict[str, object]) -> AnySpec:
+    """A variant by its fields; ValueError or TypeError where there is no such one."""
+    kind = KERNELS[kernel]
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    wrong = [name for name, x in dict(fields).items() if type(x).__name__ != types.get(name)]
+    if wrong:
+        raise ValueError(f"no variant ({', '.join(wrong)}: unknown, or of another type)")
+    return kind(**fields)
+
+
+def text(spec: AnySpec) -> str:
+    """A variant as `--spec` takes it: its kernel, and the fields that are not as by default."""
+    kind = described(spec, "")["kernel"]
+    fields = {field.name: field.default for field in dataclasses.fields(KERNELS[str(kind)])}
+    said = {name: x for name, x in spec.to_dict().items() if x != fields[name]}
+    return ",".join([f"kernel={kind}", *(f"{name}={x}" for name, x in said.items())])
+
+
+def from_text(said: str) -> AnySpec:
+    """What `text` wrote.
+
+    Raises
+    ------
+    ValueError
+        It says no variant.
+    """
+    pairs = dict(item.partition("=")[::2] for item in said.split(","))
+    kernel = pairs.pop("kernel", "")
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel is {kernel!r}; it must be one of {', '.join(KERNELS)}")
+    types: dict[str, Any] = {x.name: x.type for x in dataclasses.fields(KERNELS[kernel])}
+    readers: dict[str, Callable[[str], object]] = {
+        "int": int,
+        "bool": {"True": True, "False": False}.__getitem__,
+        "str": str,
+    }
+    try:
+        fields = {name: readers[types[name]](value) for name, value in pairs.items()}
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"no variant has {error} as a field or a value") from None
+    try:
+        return make(kernel, fields)
+    except TypeError as error:
+        raise ValueError(f"no variant ({error})") from None
+
+
+def note(spec: AnySpec, arch: str) -> None:
+    """Add a variant to RTFLASH_RECORD's file, if there is one and it lacks it; a call never fails for it."""
+    file = settings.get().record
+    if file is None:
+        return
+    line = json.dumps(described(spec, arch), sort_keys=True)
+    if (file, line) in _noted:
+        return
+    _noted.add((file, line))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with cache.locked(file):
+            add(file, line.encode())
+    except OSError as error:
+        cache.warn_once("record", f"rtflash: RTFLASH_RECORD cannot be written ({error})")
+
+
+def add(file: Path, line: bytes) -> None:
+    """Append a line that is not there yet, behind the end of what a killed process may have left."""
+    with file.open("a+b") as opened:
+        opened.seek(0)
+        held = opened.read()
+        if line not in held.splitlines():
+            torn = held and not held.endswith(b"\n")
+            opened.write((b"\n" if torn else b"") + line + b"\n")
+
+
+def read(file: Path) -> list[tuple[AnySpec, str]]:
+    """The variants of a record, each once.
+
+    Raises
+    ------
+    OSError, ValueError
+        The file cannot be read, or a line of it is no variant.
+    """
+    found: dict[tuple[AnySpec, str], None] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        if line.strip():
+            try:
+                found[parse(json.loads(line))] = None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"line {number} of {file}: {error}") from None
+    return list(found)
