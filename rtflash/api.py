@@ -39,9 +39,15 @@ def _of_qkv(qkv: Any, alibi_slopes: Any) -> Tensors:
 
 KV: Names = {"k": "kv", "v": "kv"}
 QKV: Names = {"q": "qkv", "k": "qkv", "v": "qkv"}
-DENSE = Signature(("q", "k", "v", "alibi_slopes"), 3, Tensors, _check, PLAIN, dense=True)
-DENSE_KV = Signature(("q", "kv", "alibi_slopes"), 2, _of_kv, _check, KV, dense=True)
-DENSE_QKV = Signature(("qkv", "alibi_slopes"), 1, _of_qkv, _check, QKV, dense=True)
+DENSE = Signature(
+    "flash_attn_func", ("q", "k", "v", "alibi_slopes"), 3, Tensors, _check, PLAIN, dense=True
+)
+DENSE_KV = Signature(
+    "flash_attn_kvpacked_func", ("q", "kv", "alibi_slopes"), 2, _of_kv, _check, KV, dense=True
+)
+DENSE_QKV = Signature(
+    "flash_attn_qkvpacked_func", ("qkv", "alibi_slopes"), 1, _of_qkv, _check, QKV, dense=True
+)
 
 
 def flash_attn_func(

@@ -29,6 +29,7 @@ class Signature:
 
     Attributes
     ----------
+    function : its name.
     inputs : what the caller calls them, in the order in which `attend` gets them.
     required : how many of them, from the first on, must not be None.
     arrange : makes Tensors of them, be they Views or NumPy arrays.
@@ -38,6 +39,7 @@ class Signature:
     wants_lse : what the caller calls the option that asks for the LSE.
     """
 
+    function: str
     inputs: tuple[str, ...]
     required: int
     arrange: Callable[..., Tensors]
@@ -129,10 +131,15 @@ def attend(
     want_lse : on a GPU, lse is None else.
     cache_seqlen : keys that a cache holds of each sequence; -1: not one number for all.
     """
+    if (
+        tensor.dynamo_traces(inputs[0])
+        or (library := tensor.framework(inputs[0], signature.inputs[0])).is_recording()
+    ):
+        from . import torch_ops
+
+        return torch_ops.attend(signature, inputs, options, want_lse, cache_seqlen)
     if type(want_lse) is not bool:
         want_lse = truth(signature.wants_lse, want_lse)
-    library = tensor.framework(inputs[0], signature.inputs[0])
-    library.refuse_tracing()
     seen = library.see(inputs) or seen_of(views_of(library, inputs, signature.inputs))
     if seen[1][0][-1] >= 0:
         return on_device(library, signature, inputs, seen, options, want_lse, cache_seqlen)

@@ -87,10 +87,14 @@ def _cached_keys(cache_seqlens: Any) -> int:
 
 
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "seqused_q", "seqused_k")
-VARLEN = Signature(("q", "k", "v", *SEQUENCES, "block_table"), 4, _varlen, _check_varlen, PLAIN)
-VARLEN_KV = Signature(("q", "kv", *SEQUENCES), 3, _varlen_kv, _check_varlen, KV)
+VARLEN = Signature(
+    "flash_attn_varlen_func", ("q", "k", "v", *SEQUENCES, "block_table"), 4, _varlen, _check_varlen, PLAIN,
+)  # fmt: skip
+VARLEN_KV = Signature(
+    "flash_attn_varlen_kvpacked_func", ("q", "kv", *SEQUENCES), 3, _varlen_kv, _check_varlen, KV
+)
 VARLEN_QKV = Signature(
-    ("qkv", "cu_seqlens", *SEQUENCES[2:]), 2, _varlen_qkv, _check_varlen,
+    "flash_attn_varlen_qkvpacked_func", ("qkv", "cu_seqlens", *SEQUENCES[2:]), 2, _varlen_qkv, _check_varlen,
     {
         **QKV, "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens",
         "max_seqlen_q": "max_seqlen", "max_seqlen_k": "max_seqlen",
@@ -103,13 +107,14 @@ CACHE: Names = {
 CACHE_INPUTS = ("q", "k_cache", "v_cache", "cache_seqlens", "k", "v")
 RARE = ("rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "alibi_slopes")
 LSE = "return_softmax_lse"
+WITH_CACHE = "flash_attn_with_kvcache"
 KVCACHE = Signature(
-    (*CACHE_INPUTS, "block_table", *RARE), 3, _kvcache, _check_kvcache, CACHE, wants_lse=LSE
-)
+    WITH_CACHE, (*CACHE_INPUTS, "block_table", *RARE), 3, _kvcache, _check_kvcache, CACHE, wants_lse=LSE,
+)  # fmt: skip
 # FlashAttention-3 calls the block table page_table.
 KVCACHE_PAGES = Signature(
-    (*CACHE_INPUTS, "page_table", *RARE), 3, _kvcache, _check_kvcache, {**CACHE, "block_table": "page_table"},
-    wants_lse=LSE,
+    WITH_CACHE, (*CACHE_INPUTS, "page_table", *RARE), 3, _kvcache, _check_kvcache,
+    {**CACHE, "block_table": "page_table"}, wants_lse=LSE,
 )  # fmt: skip
 
 
@@ -308,7 +313,11 @@ def flash_attn_with_kvcache(
         if block_table is not None:
             raise ValueError("block_table and page_table are both given; they are one thing")
         signature, block_table = KVCACHE_PAGES, page_table
-    if k is not None and tensor.framework(k_cache, "k_cache").name == "jax":
+    if (
+        k is not None
+        and not tensor.dynamo_traces(q)
+        and tensor.framework(k_cache, "k_cache").name == "jax"
+    ):
         raise TypeError(
             "k_cache is a JAX array, which cannot be written in place; with k it must be of another library: write k"
             " and v into the cache first (jax.lax.dynamic_update_slice) and call without them"

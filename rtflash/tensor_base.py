@@ -63,8 +63,12 @@ class Framework:
 
     name = ""
 
-    def refuse_tracing(self) -> None:
-        """Raise TypeError where the library records operations instead of running them: it would not record ours."""
+    def is_recording(self) -> bool:
+        """Whether the library records operations at the moment, or fakes their results, instead of running them.
+
+        It would not record ours: see torch_ops.py.
+        """
+        return False
 
     def see(self, inputs: tuple[Any, ...]) -> Seen | None:
         """A call's inputs at once, where there is a shorter way than `view` of each and nothing unusual about any.
