@@ -72,7 +72,7 @@ def with_no_grad(inputs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, 
         return inputs
     checked = []
     for x, name in zip(inputs, names, strict=False):
-        if x is not None and x.requires_grad:
+        if getattr(x, "requires_grad", False):
             if not torch.compiler.is_dynamo_compiling():
                 raise no_backward(name)
             x = torch.ops.rtflash.refuse_grad(x.detach(), name)
