@@ -59,11 +59,10 @@ def with_rtflash(lookup: Any) -> Any:
 @functools.wraps(flash_attn_varlen_func)
 def varlen(*arguments: Any, max_seqlen_q: Any, max_seqlen_k: Any, **options: Any) -> Any:
     """`flash_attn_varlen_func` of lengths that may be tensors of one element."""
-    longest_q = int(max_seqlen_q)
-    longest_k = longest_q if max_seqlen_k is max_seqlen_q else int(max_seqlen_k)
-    return flash_attn_varlen_func(
-        *arguments, max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options
-    )
+    options["max_seqlen_q"] = longest = int(max_seqlen_q)
+    # One tensor is read once: a read waits for the GPU.
+    options["max_seqlen_k"] = longest if max_seqlen_k is max_seqlen_q else int(max_seqlen_k)
+    return flash_attn_varlen_func(*arguments, **options)
 
 
 def attend(
