@@ -25,6 +25,8 @@ CACHE = f"{SCORES}, bool rotary_interleaved, SymInt num_splits, SymInt cache_seq
 WRITTEN = ("k_cache", "v_cache")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
+LIBRARY = torch.library.Library("rtflash", "DEF")
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -165,11 +167,14 @@ def define(
     shapes: Callable[..., Any],
     written: tuple[str, ...] = (),
 ) -> None:
-    """Define torch.ops.rtflash.`name`, with its shape function."""
-    operator = torch.library.custom_op(
-        f"rtflash::{name}", compute, mutates_args=written, schema=schema
-    )
-    operator.register_fake(shapes)
+    """Define torch.ops.rtflash.`name`, with its shape function.
+
+    (torch.library.custom_op does so too, and adds functions in Python to every call, for gradients that there are none
+    of: with them a call takes twice the host time.)
+    """
+    LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+    LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"rtflash::{name}", shapes, lib=LIBRARY)
 
 
 for dense in (api.DENSE, api.DENSE_KV, api.DENSE_QKV):
