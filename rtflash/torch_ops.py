@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import api, call, inference, merging
+from . import api, call, inference, merging, tensor
 from .call import Signature
 from .tensor_direct import no_backward
 
@@ -25,6 +25,7 @@ CACHE = f"{SCORES}, bool rotary_interleaved, SymInt num_splits, SymInt cache_seq
 WRITTEN = ("k_cache", "v_cache")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
+TORCH: Any = tensor.framework(torch.empty(0))
 LIBRARY = torch.library.Library("rtflash", "DEF")
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -66,17 +67,15 @@ def combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> tup
 
 
 def with_no_grad(inputs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
-    """The inputs, of which none requires grad: what does raises, under Dynamo when the graph runs.
+    """The inputs, of which none requires grad to Dynamo: what does raises when the graph runs.
 
-    (Dynamo turns what is raised while it traces into errors of its own.)
+    (Dynamo turns what an operator raises while it traces into errors of its own.)
     """
-    if not torch.is_grad_enabled():
+    if not (torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled()):
         return inputs
     checked = []
     for x, name in zip(inputs, names, strict=False):
         if getattr(x, "requires_grad", False):
-            if not torch.compiler.is_dynamo_compiling():
-                raise no_backward(name)
             x = torch.ops.rtflash.refuse_grad(x.detach(), name)
         checked.append(x)
     return tuple(checked)
@@ -167,14 +166,23 @@ def define(
     shapes: Callable[..., Any],
     written: tuple[str, ...] = (),
 ) -> None:
-    """Define torch.ops.rtflash.`name`, with its shape function.
+    """Define torch.ops.rtflash.`name`, with its shape function, and without gradients.
 
-    (torch.library.custom_op does so too, and adds functions in Python to every call, for gradients that there are none
-    of: with them a call takes twice the host time.)
+    (torch.library.custom_op does so too, and takes twice the host time in every call.)
     """
     LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
     LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"rtflash::{name}", shapes, lib=LIBRARY)
+    operator = getattr(torch.ops.rtflash, name).default
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def without_gradients(keys: Any, *arguments: Any) -> Any:
+        for x, argument in zip(arguments, names, strict=False):
+            if isinstance(x, torch.Tensor) and TORCH.needs_grad(x):
+                raise no_backward(argument)
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+    LIBRARY.impl(name, without_gradients, "Autograd", with_keyset=True)
 
 
 for dense in (api.DENSE, api.DENSE_KV, api.DENSE_QKV):

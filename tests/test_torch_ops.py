@@ -387,6 +387,28 @@ def test_a_compiled_call_is_refused_with_the_same_words(
     assert str(ours.value) == str(eager.value)
 
 
+@on_both
+def test_nothing_is_detached_silently(backend: Backend) -> None:
+    """Nor by a torch.func transform inside a compiled function, nor by a call of the operator itself."""
+    x = Inputs(backend)
+
+    def total(q: Any) -> Any:
+        return rtflash.flash_attn_func(q, x.k, x.v).sum()
+
+    def tangent(q: Any) -> Any:
+        return torch.func.jvp(total, (q,), (q,))
+
+    for transformed in (torch.func.grad(total), tangent):
+        with pytest.raises(Exception, match=r"no backward|no memory"):
+            compiled(transformed)(x.q)
+        with pytest.raises((NotImplementedError, TypeError), match=r"no backward|no memory"):
+            transformed(x.q)
+    with pytest.raises(NotImplementedError, match="k requires grad"):
+        torch.ops.rtflash.flash_attn_func(
+            x.q, x.k.clone().requires_grad_(), x.v, None, 0.0, None, False, (-1, -1), 0.0, 0, False
+        )
+
+
 class Block(torch.nn.Module):
     def forward(self, q: Any, k: Any, v: Any) -> Any:
         return rtflash.flash_attn_func(q, k, v, causal=True) + 1
