@@ -168,8 +168,8 @@ def define(
 ) -> None:
     """Define torch.ops.rtflash.`name`, with its shape function, and without gradients.
 
-    (Not by torch.library.custom_op: of an operator without a backward that complains only when gradients are computed, and
-    costs a third more host time in inference mode.)
+    (Not by torch.library.custom_op: of an operator without a backward that complains only when gradients are
+    computed, and it costs a third more host time in inference mode.)
     """
     LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
     LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
