@@ -138,10 +138,15 @@ def attend(
     want_lse : on a GPU, lse is None else.
     cache_seqlen : keys that a cache holds of each sequence; -1: not one number for all.
     """
+    if (
+        tensor.dynamo_traces(inputs[0])
+        or (library := tensor.framework(inputs[0], signature.inputs[0])).is_recording()
+    ):
+        from . import torch_ops
+
+        return torch_ops.attend(signature, inputs, options, want_lse, cache_seqlen)
     if type(want_lse) is not bool:
         want_lse = truth(signature.wants_lse, want_lse)
-    library = tensor.framework(inputs[0], signature.inputs[0])
-    library.refuse_tracing()
     if library.is_traced(inputs):
         from . import jax_ops
 

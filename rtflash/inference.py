@@ -88,13 +88,8 @@ def _cached_keys(cache_seqlens: Any) -> int:
 
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "seqused_q", "seqused_k")
 VARLEN = Signature(
-    "flash_attn_varlen_func",
-    ("q", "k", "v", *SEQUENCES, "block_table"),
-    4,
-    _varlen,
-    _check_varlen,
-    PLAIN,
-)
+    "flash_attn_varlen_func", ("q", "k", "v", *SEQUENCES, "block_table"), 4, _varlen, _check_varlen, PLAIN,
+)  # fmt: skip
 VARLEN_KV = Signature(
     "flash_attn_varlen_kvpacked_func", ("q", "kv", *SEQUENCES), 3, _varlen_kv, _check_varlen, KV
 )
@@ -112,25 +107,15 @@ CACHE: Names = {
 CACHE_INPUTS = ("q", "k_cache", "v_cache", "cache_seqlens", "k", "v")
 RARE = ("rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "alibi_slopes")
 LSE = "return_softmax_lse"
+WITH_CACHE = "flash_attn_with_kvcache"
 KVCACHE = Signature(
-    "flash_attn_with_kvcache",
-    (*CACHE_INPUTS, "block_table", *RARE),
-    3,
-    _kvcache,
-    _check_kvcache,
-    CACHE,
-    wants_lse=LSE,
-)
+    WITH_CACHE, (*CACHE_INPUTS, "block_table", *RARE), 3, _kvcache, _check_kvcache, CACHE, wants_lse=LSE,
+)  # fmt: skip
 # FlashAttention-3 calls the block table page_table.
 KVCACHE_PAGES = Signature(
-    "flash_attn_with_kvcache",
-    (*CACHE_INPUTS, "page_table", *RARE),
-    3,
-    _kvcache,
-    _check_kvcache,
-    {**CACHE, "block_table": "page_table"},
-    wants_lse=LSE,
-)
+    WITH_CACHE, (*CACHE_INPUTS, "page_table", *RARE), 3, _kvcache, _check_kvcache,
+    {**CACHE, "block_table": "page_table"}, wants_lse=LSE,
+)  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -344,7 +329,7 @@ def flash_attn_with_kvcache(
     # Most calls have none of these, each of which costs 0.1 us even so.
     if not (rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None):
         inputs += (rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes)
-    if k is not None and tensor.framework(q, "q").name == "jax":
+    if k is not None and not tensor.dynamo_traces(q) and tensor.framework(q, "q").name == "jax":
         from . import jax_ops
 
         out, lse, *caches = jax_ops.append(signature, inputs, options, return_softmax_lse, length)

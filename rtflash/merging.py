@@ -41,6 +41,10 @@ def merge_attention_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tu
         An input that requires grad while grad mode is on.
     """
     names = ("out_a", "lse_a", "out_b", "lse_b")
+    if tensor.is_recorded(out_a, names[0]):
+        from . import torch_ops
+
+        return torch_ops.merge(out_a, lse_a, out_b, lse_b)
     library, views = _see((out_a, lse_a, out_b, lse_b), names)
     call = partials.merge(*views)
     if library.is_traced((out_a, lse_a, out_b, lse_b)):
@@ -82,6 +86,10 @@ def flash_attn_combine(
     As merge_attention_states.
     """
     inputs = out_partial, lse_partial, out
+    if tensor.is_recorded(out_partial, "out_partial"):
+        from . import torch_ops
+
+        return torch_ops.combine(out_partial, lse_partial, out, out_dtype)
     library, views = _see(inputs, ("out_partial", "lse_partial", "out"))
     dtype = None if out_dtype is None else partials.dtype_name("out_dtype", out_dtype)
     if out is not None and library.name == "jax":
@@ -111,7 +119,6 @@ def _see(inputs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Framework, li
         if x is None and name != "out":
             tensor.framework(x, name)  # raises: None is no tensor
     library = tensor.framework(inputs[0], names[0])
-    library.refuse_tracing()
     if library.is_traced(inputs):
         from . import jax_ops
 

@@ -15,10 +15,10 @@ from . import dlpack
 from .dlpack import View
 from .memory import Export
 from .tensor_base import Framework
-from .tensor_direct import Cupy, Numpy, Torch
+from .tensor_direct import RECORDED, Cupy, Numpy, Recorded, Torch
 from .tensor_dlpack import Jax, Producer
 
-__all__ = ["Framework", "View", "framework", "needs_copy"]
+__all__ = ["Framework", "View", "dynamo_traces", "framework", "is_recorded", "needs_copy"]
 
 ACCEPTED = (
     "a torch.Tensor, jax.Array, cupy.ndarray, numpy.ndarray or another object with __dlpack__ and"
@@ -34,6 +34,24 @@ def needs_copy(view: View) -> bool:
         return False
     strided = view.strides[-1] != 1 and view.shape[-1] != 1
     return strided or view.ptr % dlpack.itemsize(view.dtype) != 0
+
+
+def dynamo_traces(x: Any) -> bool:
+    """Whether torch.compile is tracing this very code, with x one of its tensors: it cannot follow a call to the end.
+
+    Dynamo can follow this, though.
+    """
+    compiler = sys.modules.get("torch.compiler")
+    return (
+        compiler is not None
+        and compiler.is_dynamo_compiling()
+        and isinstance(x, sys.modules["torch"].Tensor)
+    )
+
+
+def is_recorded(x: Any, name: str) -> bool:
+    """Whether torch records, or fakes, what is done to x at the moment: torch_ops.py is to be asked instead."""
+    return dynamo_traces(x) or framework(x, name).is_recording()
 
 
 _by_type: dict[type, Framework] = {}
@@ -69,6 +87,8 @@ def recognise(x: Any, name: str) -> Framework:
     for base in kind.__mro__:
         match base.__module__.partition(".")[0], base.__name__:
             case "torch", "Tensor":
+                if kind.__name__ in RECORDED:
+                    return only(Recorded)
                 if kind.__torch_dispatch__ is not base.__torch_dispatch__:
                     raise TypeError(
                         f"{name} is a {shown}, which has no plain memory; it must be a plain torch.Tensor"

@@ -63,8 +63,12 @@ class Framework:
 
     name = ""
 
-    def refuse_tracing(self) -> None:
-        """Raise TypeError where the library records operations instead of running them: it would not record ours."""
+    def is_recording(self) -> bool:
+        """Whether the library records operations at the moment, or fakes their results, instead of running them.
+
+        It would not record ours: see torch_ops.py.
+        """
+        return False
 
     def is_traced(self, inputs: tuple[Any, ...]) -> bool:
         """Whether any of a call's inputs has no memory, because a transformation of JAX's traces it: see jax_ops.py."""

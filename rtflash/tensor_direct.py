@@ -19,6 +19,15 @@ MAX_PATTERNS = 4096  # a pattern is a few hundred bytes on the host
 
 # Dispatch modes that record operations or fake their results; others (counters, profilers) run them.
 TRACERS = {"FakeTensorMode", "FunctionalTensorMode", "ProxyTorchDispatchMode"}
+# Tensors whose operations are recorded or faked, mode or not.
+RECORDED = {"FakeTensor", "FunctionalTensor"}
+
+
+def no_backward(name: str) -> NotImplementedError:
+    """What is raised for an input that requires grad."""
+    return NotImplementedError(
+        f"{name} requires grad; rtflash has no backward yet: call it under torch.no_grad(), or detach {name}"
+    )
 
 
 class Torch(Framework):
@@ -103,9 +112,7 @@ class Torch(Framework):
                 " must be called outside of those for now"
             )
         if self.needs_grad(x):
-            raise NotImplementedError(
-                f"{name} requires grad; rtflash has no backward yet: call it under torch.no_grad(), or detach {name}"
-            )
+            raise no_backward(name)
         index = x.get_device()
         self.indices[x.device], self.devices[index] = index, x.device
         return View(ptr, x.shape, x.stride(), self.short_names[x.dtype], index)
@@ -151,19 +158,13 @@ class Torch(Framework):
     def stream(self, device: int) -> int:
         return self.raw_stream(device)
 
-    def refuse_tracing(self) -> None:
-        if self.dispatch_modes():
-            modes = self.torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-            found = TRACERS.intersection(type(mode).__name__ for mode in modes)
-            if found:
-                raise TypeError(
-                    f"rtflash was called under torch's {found.pop()}, which would not record it; it must be called"
-                    " outside of make_fx and fake tensors for now"
-                )
+    def is_recording(self) -> bool:
         if self.tracing_state() is not None:
-            raise TypeError(
-                "rtflash was called inside torch.jit.trace, which would not record it; call it outside for now"
-            )
+            return True
+        if not self.dispatch_modes():
+            return False
+        modes = self.torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        return not TRACERS.isdisjoint(type(mode).__name__ for mode in modes)
 
     def host(self, x: Any) -> np.ndarray[Any, Any]:
         x = x.detach()
@@ -182,6 +183,13 @@ class Torch(Framework):
             return True
         forward_ad = self.forward_ad
         return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+class Recorded(Torch):
+    """PyTorch's fake and functional tensors, which have no memory."""
+
+    def is_recording(self) -> bool:
+        return True
 
 
 class Numpy(Framework):

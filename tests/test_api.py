@@ -337,23 +337,6 @@ def test_warmup_refuses_what_no_call_may_have(head_dim: int, dtype: str) -> None
         rtflash.warmup(head_dim, dtype)
 
 
-@pytest.mark.parametrize("backend", params("torch-cpu", "torch-cuda"), indirect=True)
-def test_tracers_are_refused(backend: Backend) -> None:
-    """What records torch's operations would not see ours, and give stale or no results later."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    q = backend.make(np.zeros((1, 4, 2, 64), np.float32))
-    with pytest.raises(TypeError, match="make_fx"):
-        make_fx(lambda x: rtflash.flash_attn_func(x, x, x))(q)
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(TypeError, match="FakeTensor"):
-        rtflash.flash_attn_func(q, q, q)
-    with pytest.raises(TypeError, match=r"jit\.trace"):
-        torch.jit.trace(lambda x: rtflash.flash_attn_func(x, x, x), q)
-    rtflash.flash_attn_func(q, q, q)
-
-
 @on_all
 def test_numbers_too_large_for_a_float(backend: Backend) -> None:
     q = backend.make(np.zeros((1, 4, 2, 64), np.float32))

@@ -40,11 +40,22 @@ def test_every_file_of_the_host_is_told_of() -> None:
         assert f"`{path.relative_to(host).as_posix()}`" in text, path
 
 
+def examples(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_examples_of_frameworks_run(name: str) -> None:
+    pytest.importorskip(name)
+    pages = {"torch": "pytorch.md", "transformers": "transformers.md"}
+    for block in examples(ROOT / "docs" / pages[name]):
+        exec(block, {})
+
+
 @pytest.mark.emulated
 def test_the_example_of_emulation_runs() -> None:
-    code = re.findall(r"^```python\n(.*?)^```", EMULATION.read_text("utf-8"), re.M | re.S)
     scope: dict[str, Any] = {}
-    for block in code:
+    for block in examples(EMULATION):
         exec(block, scope)
     assert (scope["report"].out == 1).all()
     assert not scope["report"].findings

@@ -230,18 +230,13 @@ def test_torch_subclasses(torch: Any) -> None:
 
 
 def kinds_without_plain_memory(torch: Any) -> dict[str, Any]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     square, parts = torch.eye(4), [torch.ones(2), torch.ones(3)]
-    with FakeTensorMode():
-        fake = torch.ones(2)
     return {
         "sparse_coo": square.to_sparse(),
         "sparse_csr": square.to_sparse_csr(),
         "nested": torch.nested.nested_tensor(parts),
         "NestedTensor": torch.nested.nested_tensor(parts, layout=torch.jagged),
         "meta": torch.empty(2, device="meta"),
-        "FakeTensor": fake,
         "resolve_neg": torch.ones(2, dtype=torch.complex64).conj().imag,
         "zero tensor": torch._efficientzerotensor((2,)),
         "functional": torch._to_functional_tensor(torch.ones(2)),
@@ -252,7 +247,7 @@ def kinds_without_plain_memory(torch: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "word",
     [
-        *("sparse_coo", "sparse_csr", "nested", "NestedTensor", "meta", "FakeTensor"),
+        *("sparse_coo", "sparse_csr", "nested", "NestedTensor", "meta"),
         *("resolve_neg", "zero tensor", "functional"),
     ],
 )

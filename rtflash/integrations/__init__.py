@@ -1,0 +1,1 @@
+"""rtflash inside other packages; each module is imported by whoever uses it."""
