@@ -191,23 +191,23 @@ def assert_same(got: Any, wanted: Any) -> None:
 
 
 @on_both
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("function", CALLS)
 def test_a_compiled_call_is_one_graph_and_gives_the_same_bits(
-    backend: Backend, call: Callable[[Inputs], Any]
+    backend: Backend, function: Callable[[Inputs], Any]
 ) -> None:
-    assert_same(compiled(call)(Inputs(backend)), call(Inputs(backend)))
+    assert_same(compiled(function)(Inputs(backend)), function(Inputs(backend)))
 
 
 @on_both
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("function", CALLS)
 def test_opcheck(
-    backend: Backend, call: Callable[[Inputs], Any], monkeypatch: pytest.MonkeyPatch
+    backend: Backend, function: Callable[[Inputs], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch's own test of the operators that the calls are recorded as."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     x = Inputs(backend)
-    graph = make_fx(lambda: call(x))().graph
+    graph = make_fx(lambda: function(x))().graph
     ours = [node for node in graph.nodes if "rtflash" in str(node.target)]
     assert len(ours) == 1
     met: list[Any] = []
@@ -225,7 +225,7 @@ def test_opcheck(
 
     monkeypatch.setattr(tensor_direct, "TRACERS", {"Recorder"})
     with Recorder():
-        call(x)
+        function(x)
     monkeypatch.undo()
     (arguments,) = met
     assert set(torch.library.opcheck(ours[0].target, arguments).values()) == {"SUCCESS"}
@@ -374,16 +374,16 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Inputs], Any]]] = {
 
 @on_both
 @pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize(("error", "call"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("error", "function"), REFUSED.values(), ids=REFUSED)
 def test_a_compiled_call_is_refused_with_the_same_words(
-    backend: Backend, error: type[Exception], call: Callable[[Inputs], Any], fullgraph: bool
+    backend: Backend, error: type[Exception], function: Callable[[Inputs], Any], fullgraph: bool
 ) -> None:
     x = Inputs(backend)
     x.wanted = x.k.clone().requires_grad_()  # type: ignore[attr-defined]
     with pytest.raises(error) as eager:
-        call(x)
+        function(x)
     with pytest.raises(error) as ours:
-        torch.compile(call, fullgraph=fullgraph, backend="aot_eager")(x)
+        torch.compile(function, fullgraph=fullgraph, backend="aot_eager")(x)
     assert str(ours.value) == str(eager.value)
 
 
@@ -432,12 +432,12 @@ def test_make_fx_and_jit_trace_record_the_call(backend: Backend) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     x = Inputs(backend)
-    call = functools.partial(rtflash.flash_attn_func, causal=True)
-    recorded = [make_fx(call, tracing_mode=mode)(x.q, x.k, x.v) for mode in ("real", "fake")]
-    recorded.append(torch.jit.trace(lambda q, k, v: call(q, k, v), (x.q, x.k, x.v)))
+    function = functools.partial(rtflash.flash_attn_func, causal=True)
+    recorded = [make_fx(function, tracing_mode=mode)(x.q, x.k, x.v) for mode in ("real", "fake")]
+    recorded.append(torch.jit.trace(lambda q, k, v: function(q, k, v), (x.q, x.k, x.v)))
     for run in recorded:
         other = x.q * 2
-        assert_same(run(other, x.k, x.v), call(other, x.k, x.v))
+        assert_same(run(other, x.k, x.v), function(other, x.k, x.v))
 
 
 @on_both
@@ -475,11 +475,11 @@ import rtflash
 before = "torch" in sys.modules
 import torch
 q = torch.randn(1, 9, 2, 16).half()
-call = lambda q: rtflash.flash_attn_func(q, q, q, causal=True)
-eager = call(q) if {eager} else None
+function = lambda q: rtflash.flash_attn_func(q, q, q, causal=True)
+eager = function(q) if {eager} else None
 loaded = "rtflash.torch_ops" in sys.modules
-got = torch.compile(call, fullgraph=True, backend="aot_eager")(q)
-print(json.dumps([before, loaded, torch.equal(got, call(q))]))
+got = torch.compile(function, fullgraph=True, backend="aot_eager")(q)
+print(json.dumps([before, loaded, torch.equal(got, function(q))]))
 """
 
 
