@@ -332,6 +332,8 @@ class HostCall:
         outs = [np.asarray(x) for x in results]
         arrays = [np.asarray(x) for x in operands]
         for place, cache in zip(op.written(), outs[-2:], strict=False):
+            if cache.ctypes.data != arrays[place].ctypes.data:
+                cache[...] = arrays[place]
             arrays[place] = cache
         out, lse = call.attend(
             op.signature, tuple(op.spread(arrays)), op.options, True, op.cache_seqlen
@@ -348,7 +350,8 @@ class DeviceCall:
     ----------
     workspace : what XLA is asked for besides the results; see Plan.new_workspace.
     read : (operand, input) of what is only read, by their places.
-    written : (result, input) of the caches, which XLA gives as one buffer.
+    written : (result, operand, input) of the caches. XLA gives result and operand as one buffer, but where it fuses
+        the call with the slices of a scan: then the operand is copied.
     """
 
     def __init__(self, op: Op, operands: Sequence[Any]) -> None:
@@ -357,7 +360,7 @@ class DeviceCall:
         places = [place for place, given in enumerate(op.given) if given]
         caches = op.written()
         self.read = [(i, place) for i, place in enumerate(places) if i not in caches]
-        self.written = [(1 + op.want_lse + n, places[i]) for n, i in enumerate(caches)]
+        self.written = [(1 + op.want_lse + n, i, places[i]) for n, i in enumerate(caches)]
         indices = [x.local_hardware_id for x in jax.local_devices(backend="cuda")]
         problem = op.problem(operands)
         elements = max(needed(problem, index) for index in indices)
@@ -390,9 +393,12 @@ class DeviceCall:
         addresses = [0] * len(self.op.given)
         for i, place in self.read:
             addresses[place] = dlpack.address(operands[i])
-        for i, place in self.written:
-            addresses[place] = outs[i]
         index = operands[0].__dlpack_device__()[1]
+        for i, operand, place in self.written:
+            addresses[place] = outs[i]
+            source = dlpack.address(operands[operand])
+            if source != outs[i]:
+                copy(source, outs[i], self.abstract[operand], index, stream)
         found = self.plans.get((index, misalignment(addresses)))
         if found is None:
             found = self.make(index, addresses, stream)
@@ -400,6 +406,17 @@ class DeviceCall:
             lse = outs[1] if self.op.want_lse else 0
             workspace = outs[-1] if self.elements else 0
             plan.launch_at(found, addresses, outs[0], lse, workspace, self.op.cache_seqlen, stream)
+
+
+def copy(source: int, target: int, of: jax.ShapeDtypeStruct, index: int, stream: int) -> None:
+    """Copy a buffer to another one of the same GPU, on a stream."""
+    import cupy
+
+    size = of.size * of.dtype.itemsize
+    with cupy.cuda.Device(index):
+        cupy.cuda.runtime.memcpyAsync(
+            target, source, size, cupy.cuda.runtime.memcpyDeviceToDevice, stream
+        )
 
 
 class Buffers(Framework):
