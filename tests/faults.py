@@ -301,6 +301,7 @@ KERNEL, PIPELINE, COPY = "forward_sm80.cu", "sm80/pipeline.cuh", "sm80/copy.cuh"
 SOFTMAX, MASK, EPILOGUE, BLOCK = "softmax.cuh", "mask.cuh", "epilogue.cuh", "block.cuh"
 RING_FLOW, EPILOGUE_KEYS, OUTPUT = "sm80/ring.cuh", "epilogue_keys.cuh", "output.cuh"
 COMBINE, APPEND, ROTARY, PAGES = "combine.cu", "append.cu", "rotary.cuh", "pages.cuh"
+QUERY = "query.cuh"
 GROUPS_KERNEL, GROUPS_PIPELINE, GROUPS_MMA, GROUPS_TILES = (
     "forward_sm90.cu",
     "sm90/pipeline.cuh",
@@ -912,7 +913,7 @@ FAULTS = (
     ),
     Fault(
         "queries turned by row",
-        KERNEL,
+        QUERY,
         "params.rotate_by_row ? position : 0",
         "position",
         "pages",
@@ -994,22 +995,22 @@ FAULTS = (
     Fault(
         "more bytes expected than come",
         GROUPS_PIPELINE,
-        "mbarrier_arrive_expect(full, Tile::kBytes);",
-        "mbarrier_arrive_expect(full, Tile::kBytes + 16);",
+        "\n  mbarrier_arrive_expect(full, Tile::kBytes);",
+        "\n  mbarrier_arrive_expect(full, Tile::kBytes + 16);",
         "groups",
     ),
     Fault(
         "no bytes expected",
         GROUPS_PIPELINE,
-        "mbarrier_arrive_expect(full, Tile::kBytes);",
-        "mbarrier_arrive(full);",
+        "\n  mbarrier_arrive_expect(full, Tile::kBytes);",
+        "\n  mbarrier_arrive(full);",
         "groups",
     ),
     Fault(
         "a slab of a tile is not copied",
         GROUPS_PIPELINE,
-        "slab < Tile::kSlabs; ++slab",
-        "slab < Tile::kSlabs - 1; ++slab",
+        "\n  for (int slab = 0; slab < Tile::kSlabs; ++slab)",
+        "\n  for (int slab = 0; slab < Tile::kSlabs - 1; ++slab)",
         "groups",
     ),
     Fault(
@@ -1060,14 +1061,14 @@ FAULTS = (
     Fault(
         "a place fewer",
         GROUPS_PIPELINE,
-        "constexpr int kPlaces = kQueryStages + 1;",
+        "constexpr int kPlaces = kQueryStages + 2;",
         "constexpr int kPlaces = kQueryStages;",
         "groups' tiles",
     ),
     Fault(
         "no place with Q",
         GROUPS_PIPELINE,
-        "    store_block(smem.places + place.stage * kPlaceBytes, block);\n",
+        "    if (lane == 0) store_block(smem.places + place.stage * kPlaceBytes, block);\n",
         "",
         "groups",
     ),
@@ -1354,8 +1355,8 @@ FAULTS = (
     Fault(
         "a head's tiles left out",
         GROUPS_TILES,
-        "      end += m_tiles * params.heads;\n",
-        "      end += m_tiles * (params.heads - 1);\n",
+        "      end += m_tiles * heads;\n",
+        "      end += m_tiles * (heads - 1);\n",
         "groups, packed",
     ),
     Fault(
@@ -1375,8 +1376,8 @@ FAULTS = (
     Fault(
         "the first tiles drawn again",
         GROUPS_TILES,
-        "drawn = params.next_tile == nullptr ? drawn + params.blocks : atomic_add(params.next_tile, 1);",
-        "drawn = atomic_add(params.next_tile, 1) - params.blocks;",
+        "      drawn = atomic_add(params.next_tile, 1);\n",
+        "      drawn = atomic_add(params.next_tile, 1) - params.blocks;\n",
         "groups, packed",
     ),
 )
