@@ -18,7 +18,7 @@ from .problem import ELEMENT_BYTES, Problem, Tensors
 from .tensor import Framework, View
 from .tensor_base import ALIGN, Seen
 
-MAX_PLANS = 4096  # a plan is 2 KB, with tensor maps up to 20; a program that meets more geometries starts over
+MAX_PLANS = 4096  # a plan is 2 KB, with tensor maps up to 80; a program that meets more geometries starts over
 
 Window = tuple[int, int]
 

@@ -34,6 +34,7 @@ RAGGED_WAVES = 4
 RAGGED_KEYS = 2048
 # Tiles of packed rows are smaller, and slower where as many of their rows are filled.
 PACKED_SPEED = 0.75
+SOME_SPEED = 0.4  # of SOME's tiles beside HOPPER's, both full (H200: 0.35 to 0.6, pages included)
 
 
 class Grid(NamedTuple):
@@ -191,14 +192,19 @@ def table_of(problem: Problem, device: Device) -> Table:
         return FEW
     if rows <= SOME_ROWS:
         return SOME
+    packed = variant(problem, device, SOME)
     reason = why_not_hopper(problem, device)
     if reason is None:
-        return HOPPER
+        # A group that fills no tile of Hopper's leaves most of it empty, and reads keys once a head.
+        main = variant(problem, device, HOPPER)
+        better = filled(problem.seqlen_q, main) < SOME_SPEED * filled(rows, packed)
+        alone = problem.seqlen_q < main.block_m and not main.pack_gqa
+        return SOME if alone and problem.heads > problem.heads_k and better else HOPPER
     if is_hopper(device):
         settings.logger().info("not the kernel for Hopper: %s", reason)
     if problem.page_size or problem.rotary != "none":
         return SOME
-    main, packed = (variant(problem, device, table) for table in (TILES, SOME))
+    main = variant(problem, device, TILES)
     better = filled(problem.seqlen_q, main) < PACKED_SPEED * filled(rows, packed)
     if problem.seqlen_q < main.block_m and better:
         return SOME

@@ -19,7 +19,7 @@ ALIGNMENT = 64
 MAX_STRIDE = 2**40  # bytes
 STRIDE_UNIT = 16  # bytes; of addresses too
 STRIDE_UNIT_ELEMENTS = STRIDE_UNIT // ELEMENT_BYTES
-MAX_ADDRESSES = 32  # encoded maps that a TensorMap keeps, 200 bytes each
+MAX_ADDRESSES = 128  # encoded maps that a TensorMap keeps, 200 bytes each: layers of a model
 
 # CUtensorMapDataType, ...Swizzle by the bytes of a row of its pattern, ...L2promotion.
 DATA_TYPES = {"fp16": 6, "bf16": 9}

@@ -152,7 +152,12 @@ def store(measured: Iterable[tuple[Key, Tile | None, Mapping[str, object]]]) -> 
     path, new = file(), {key: (found, figures) for key, found, figures in measured}
     path.parent.mkdir(parents=True, exist_ok=True)
     with cache.locked(path):
-        kept = [row for row in rows(path) if tuple(map(row.get, Key._fields)) not in new]
+        kept = [
+            row
+            for row in rows(path)
+            if tuple(map(row.get, Key._fields)) not in new
+            or {name: row.get(name) for name in bundle.maker()} != bundle.maker()
+        ]
         added = [
             {**key._asdict(), "tile": found._asdict(), **figures, **bundle.maker()}
             for key, (found, figures) in new.items()

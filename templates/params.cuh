@@ -66,7 +66,7 @@ struct Params {
   int heads;           // query heads
   int group;           // query heads of a key head
   int pairs;           // (batch, head) pairs; with kPackGqa (batch, key head)
-  int section;         // pairs that a section of the tile order holds, see block.cuh; not isa 90
+  int section;         // pairs that a section of the tile order holds, see block.cuh
   int splits;
   int blocks;       // CTAs of the grid; isa 90
   int window_left;  // keys seen before and after the query's own position; unbounded: seqlen_q +

@@ -98,6 +98,24 @@ def test_siblings_are_all_that_would_get_the_tile():
     assert {x.block_m for x in specs} == {64}
 
 
+def test_packed_rows_of_hoppers_kernel_are_not_tuned():
+    """Their tile is fixed; a shape that runs them must not replace what was found for others."""
+    with pytest.raises(ValueError, match="share Hopper's tiles"):
+        shapes.serving(PROMPT._replace(seqlen_q=64), H100)
+    assert shapes.serving(PROMPT, H100).table == "hopper"
+    pages = {spec.paged for spec in shapes.siblings(PROMPT, "hopper", chosen(gpu=H100), H100)}
+    assert pages == {False, True}
+
+
+def test_keeping_leaves_what_another_rtflash_kept(monkeypatch):
+    tuned.store([(KEY, TILE, {})])
+    with monkeypatch.context() as patch:
+        patch.setattr(bundle, "maker", lambda: {"rtflash": "9.9"})
+        tuned.store([(KEY, TILE._replace(stages=2), {})])
+        tuned.store([(KEY, None, {})])
+    assert [row["tile"]["stages"] for row in tuned.rows(tuned.file())] == [TILE.stages]
+
+
 def test_a_kept_tile_is_used_for_its_calls_alone(monkeypatch):
     before = chosen()
     path = tuned.store([(KEY, TILE, {"us": 1.0})])

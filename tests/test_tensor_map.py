@@ -89,7 +89,7 @@ def test_hopper_is_chosen_or_the_reason_said() -> None:
     ("seqlen_q", "heads", "other", "wanted"),
     [
         (40, 8, {}, {"pack_gqa": True, "split": True, "block_m": 128}),
-        (40, 6, {}, {"pack_gqa": False, "split": True}),
+        (100, 6, {}, {"pack_gqa": False, "split": True}),
         (40, 8, {"num_splits": 1}, {"pack_gqa": True, "split": False}),
         (1024, 8, {"page_size": 16, "ragged": True}, {"pack_gqa": False, "paged": True}),
         (1024, 8, {"rotary": "halves", "ragged": True}, {"rotary": "halves"}),
@@ -105,6 +105,18 @@ def test_what_hoppers_kernel_serves(
     spec, _ = select.forward(call, device.for_arch("sm_90a"))
     assert spec.isa == 90
     assert {name: getattr(spec, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(("seqlen_q", "heads"), [(16, 14), (1, 142), (40, 6)])
+@pytest.mark.parametrize("paged", [False, True])
+def test_groups_that_fill_no_tile_of_hoppers(seqlen_q: int, heads: int, paged: bool) -> None:
+    """7, 71 or 3 heads of a group: unpacked they would leave most of a tile empty, and read keys once a head."""
+    q, k = view(2, seqlen_q, heads, 64), view(2, 4096, 2, 64)
+    call = problem.dense(q, k, k)
+    if paged:
+        call = dataclasses.replace(call, page_size=16, ragged=True)
+    spec, _ = select.forward(call, device.for_arch("sm_90a"))
+    assert (spec.isa, spec.pack_gqa) == (80, True)
 
 
 @pytest.mark.parametrize(("page_size", "rows"), [(8, 8), (16, 16), (24, 8), (48, 16), (256, 128)])

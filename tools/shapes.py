@@ -73,9 +73,20 @@ def tile_of(spec: Spec) -> Tile:
 
 
 def serving(shape: Shape, gpu: Device) -> Serving:
-    """What serves a shape by the tables alone."""
+    """What serves a shape by the tables alone.
+
+    Raises
+    ------
+    ValueError
+        Hopper's kernel with packed rows, whose tile is not tuned.
+    """
     with tuned.ignored():
         spec, _ = select.forward(shape.problem(), gpu)
+    if spec.isa == 90 and spec.pack_gqa:
+        raise ValueError(
+            f"{shape.seqlen_q} queries of {shape.heads // shape.heads_k} heads a key head share Hopper's tiles, which"
+            " are not tuned; tune for more queries, or for one"
+        )
     table = "many"
     if spec.isa == 90:
         table = "hopper"
@@ -100,7 +111,7 @@ def forward_of(shape: Shape, table: str, tile: Tile, gpu: Device) -> tuple[Spec,
 def siblings(shape: Shape, table: str, tile: Tile, gpu: Device) -> list[Spec]:
     """The variants of all calls that would get the tile."""
     places: list[dict[str, Any]] = [{}, select.PACKED]
-    if table in ("few", "some"):
+    if table != "many":
         places += [select.PAGED, select.APPENDED]
     found: dict[Spec, None] = {}
     with tuned.forced({table: tile}):

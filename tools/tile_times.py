@@ -60,7 +60,7 @@ def is_right(shape: Shape, table: str, tile: Tile) -> bool:
 
     group = shape.heads // shape.heads_k
     packed = table in ("few", "some")
-    splits = (1, 3) if packed else (1,)
+    splits = (1,) if table == "many" else (1, 3)
     rows = min(shape.seqlen_q, SOME_ROWS // group) if packed else 2 * tile.block_m + 7
     left, right = WINDOWS[shape.mask]
     for tiles in (1, 11):
