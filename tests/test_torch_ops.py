@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
@@ -19,6 +20,9 @@ from streams import side_stream
 import rtflash
 
 torch = pytest.importorskip("torch")
+# Inductor imports setuptools, which takes the place of distutils, and fails to once other tests have run.
+with contextlib.suppress(ImportError):
+    import setuptools  # noqa: F401
 
 on_both = pytest.mark.parametrize("backend", params("torch-cpu", "torch-cuda"), indirect=True)
 HEADS, HEADS_K, DIM, SLOTS = 4, 2, 32, 24
