@@ -77,11 +77,11 @@ def flash_attn_func(
     k : (batch, seqlen_k, heads_k, head_dim); heads is a multiple of heads_k.
     v : (batch, seqlen_k, heads_k, head_dim_v). Both head_dims are in 1..256.
     dropout_p : must be 0 for now.
-    softmax_scale : any finite number; None = head_dim ** -0.5.
+    softmax_scale : any number up to 2^60 in magnitude, zero and negative ones too; None = head_dim ** -0.5.
     causal : query i sees keys up to its own position.
     window_size : (left, right): query i sees the keys from left before to right after its own position, both included;
         -1 = unbounded. causal sets right to 0.
-    softcap : scores become softcap * tanh(score / softcap); 0 = off. Before ALiBi and masks.
+    softcap : scores become softcap * tanh(score / softcap); 0 = off, else 2^-60..2^60. Before ALiBi and masks.
     alibi_slopes : fp32 (heads,) or (batch, heads): -slope * abs(i + seqlen_k - seqlen_q - j) is added to scores
         (Press et al., 2022).
     deterministic : accepted for FlashAttention-2's sake; the forward always gives the same bits.
@@ -123,7 +123,23 @@ def flash_attn_kvpacked_func(
     *,
     num_splits: int = 0,
 ) -> Any:
-    """`flash_attn_func` of keys and values in one tensor, kv (batch, seqlen_k, 2, heads_k, head_dim)."""
+    """`flash_attn_func` of keys and values in one tensor.
+
+    Parameters
+    ----------
+    q : (batch, seqlen_q, heads, head_dim), fp16 or bf16, of any library.
+    kv : (batch, seqlen_k, 2, heads_k, head_dim): keys are kv[:, :, 0], values kv[:, :, 1], both read in place.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : as flash_attn_func's.
+    deterministic, return_attn_probs, num_splits : as flash_attn_func's.
+
+    Returns
+    -------
+    As flash_attn_func.
+
+    Raises
+    ------
+    As flash_attn_func.
+    """
     options = dropout_p, softmax_scale, causal, pair(window_size), softcap, num_splits
     out, lse = attend(DENSE_KV, (q, kv, alibi_slopes), options, return_attn_probs)
     return (out, lse, None) if return_attn_probs else out
@@ -142,7 +158,23 @@ def flash_attn_qkvpacked_func(
     *,
     num_splits: int = 0,
 ) -> Any:
-    """`flash_attn_func` of queries, keys and values in one tensor, qkv (batch, seqlen, 3, heads, head_dim)."""
+    """`flash_attn_func` of queries, keys and values in one tensor.
+
+    Parameters
+    ----------
+    qkv : (batch, seqlen, 3, heads, head_dim), fp16 or bf16, of any library: queries are qkv[:, :, 0], keys and values
+        the next two, all read in place.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : as flash_attn_func's.
+    deterministic, return_attn_probs, num_splits : as flash_attn_func's.
+
+    Returns
+    -------
+    As flash_attn_func: out (batch, seqlen, heads, head_dim).
+
+    Raises
+    ------
+    As flash_attn_func.
+    """
     options = dropout_p, softmax_scale, causal, pair(window_size), softcap, num_splits
     out, lse = attend(DENSE_QKV, (qkv, alibi_slopes), options, return_attn_probs)
     return (out, lse, None) if return_attn_probs else out

@@ -205,7 +205,25 @@ def flash_attn_varlen_kvpacked_func(
     seqused_k: Any = None,
     num_splits: int = 0,
 ) -> Any:
-    """`flash_attn_varlen_func` of keys and values in one tensor, kv (total_k, 2, heads_k, head_dim)."""
+    """`flash_attn_varlen_func` of keys and values in one tensor; no pages.
+
+    Parameters
+    ----------
+    q : (total_q, heads, head_dim), fp16 or bf16, of any library.
+    kv : (total_k, 2, heads_k, head_dim): keys are kv[:, 0], values kv[:, 1], both read in place.
+    cu_seqlens_q, cu_seqlens_k : int32 (batch + 1,).
+    max_seqlen_q, max_seqlen_k : int, no less than the longest sequence.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : as flash_attn_varlen_func's.
+    deterministic, return_attn_probs, seqused_q, seqused_k, num_splits : as flash_attn_varlen_func's.
+
+    Returns
+    -------
+    As flash_attn_varlen_func.
+
+    Raises
+    ------
+    As flash_attn_func.
+    """
     options = (
         max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, pair(window_size), softcap, num_splits,
     )  # fmt: skip
@@ -231,7 +249,25 @@ def flash_attn_varlen_qkvpacked_func(
     seqused_k: Any = None,
     num_splits: int = 0,
 ) -> Any:
-    """`flash_attn_varlen_func` of queries, keys and values in one tensor, qkv (total, 3, heads, head_dim)."""
+    """`flash_attn_varlen_func` of queries, keys and values in one tensor; no pages.
+
+    Parameters
+    ----------
+    qkv : (total, 3, heads, head_dim), fp16 or bf16, of any library: queries are qkv[:, 0], keys and values the next
+        two, all read in place.
+    cu_seqlens : int32 (batch + 1,), of queries and keys.
+    max_seqlen : int, no less than the longest sequence.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : as flash_attn_varlen_func's.
+    deterministic, return_attn_probs, seqused_q, seqused_k, num_splits : as flash_attn_varlen_func's.
+
+    Returns
+    -------
+    As flash_attn_varlen_func: out (total, heads, head_dim).
+
+    Raises
+    ------
+    As flash_attn_func.
+    """
     options = (
         max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, pair(window_size), softcap, num_splits,
     )  # fmt: skip
