@@ -1,36 +1,148 @@
-"""docs/: links and named files exist; docs/emulation.md tells of every file of the host and examples run;
+"""docs/: links and named files exist, the site has every page and builds, functions are described, screens are those
+of the commands; docs/emulation.md tells of every file of the host and examples run;
 docs/variants.md knows every option of `rtflash generate`, and its commands run."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+import rtflash
 from rtflash import build, device, record, select, settings
 from rtflash.__main__ import import_tool
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+# On the site these are pages, too.
+ABOVE = {"README.md": "start.md", "CHANGELOG.md": "changes.md", "LICENSE": "license.md"}
 VARIANTS = ROOT / "docs" / "variants.md"
 EMULATION = ROOT / "docs" / "emulation.md"
+FUNCTIONS = ROOT / "docs" / "functions.md"
+SCREENS = ROOT / "docs" / "screens"
+SITE = ROOT / ".mkdocs.yml"
 
 if not EMULATION.exists():
     pytest.skip("not run from a checkout", allow_module_level=True)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def relative(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub, and mkdocs likewise, make of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=relative)
 def test_links_and_files_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)#\s]+)\)", text):
-        assert link.startswith("http") or (page.parent / link).exists(), link
+    text = without_code(page)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("http"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+        # Other files above docs/ are not on the site.
+        assert (ROOT / "docs") in target.parents or relative(target) in ABOVE, link
     folders = "rtflash|templates|tests|tools|docs"
     for name in re.findall(rf"(?:`|python )((?:{folders})/[\w./]*)", text):
         assert (ROOT / name).exists(), name
+
+
+def test_the_site_has_every_page() -> None:
+    """As text: mkdocs and a YAML parser need not be installed."""
+    nav = re.search(r"^nav:\n(.*?)^\S", SITE.read_text("utf-8"), re.M | re.S)
+    assert nav
+    named = re.findall(r": (\S+\.md)\b", nav[1])
+    made = set(ABOVE.values()) - {"license.md"}
+    assert sorted(named) == sorted(made | {relative(page)[len("docs/") :] for page in PAGES})
+    hook = (ROOT / ".ci" / "site.py").read_text("utf-8")
+    for name, page in ABOVE.items():
+        assert f'"{name}": "{page}"' in hook
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Strictly: a link that leads nowhere, or a page that nothing names, fails."""
+    for package in ("material", "mkdocstrings"):
+        pytest.importorskip(package, reason="the extra docs is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", SITE, "-d", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    html = (tmp_path / "functions" / "index.html").read_text("utf-8")
+    for name in described():
+        assert f'id="{name}"' in html, name
+
+
+def described() -> list[str]:
+    """The names that docs/functions.md describes."""
+    return re.findall(r"^<!-- ::: ([\w.]+) -->$", FUNCTIONS.read_text("utf-8"), re.M)
+
+
+def test_every_public_name_is_described() -> None:
+    public = {f"rtflash.{name}" for name in rtflash.__all__ if name != "__version__"}
+    assert public <= {*described()}
+    table = re.findall(r"^\| `(\w+)` \|", FUNCTIONS.read_text("utf-8"), re.M)
+    functions = {name for name in rtflash.__all__ if inspect.isfunction(getattr(rtflash, name))}
+    assert set(table) == functions
+
+
+@pytest.mark.parametrize("name", [name for name in rtflash.__all__ if name[0].islower()])
+def test_docstrings_tell_of_arguments_results_and_errors(name: str) -> None:
+    function = getattr(rtflash, name)
+    said = inspect.getdoc(function) or ""
+    parts = re.split(r"^(\w+)\n-+\n", said, flags=re.M)[1:]
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert [*sections] == ["Parameters", "Returns", "Raises"]
+    items = re.findall(r"^(\w[\w, ]*) : ", sections["Parameters"], re.M)
+    told = {word for item in items for word in item.split(", ")}
+    assert told == {*inspect.signature(function).parameters}
+    if name != "warmup":
+        assert re.search(r"\b(batch|total)\w*, ", sections["Parameters"])
+        assert "heads, head_dim" in sections["Parameters"]
+
+
+def test_every_page_with_examples_is_tested() -> None:
+    tested = {"emulation.md", "jax.md", "migrate.md", "pytorch.md", "transformers.md"}
+    assert {page.name for page in PAGES if examples(page)} == tested
+
+
+@pytest.mark.parametrize("name", ["info", "bench", "generate"])
+def test_screens_are_of_the_commands(name: str) -> None:
+    """The pictures are there, are XML, and the README shows them with the command that made them."""
+    screens = import_tool("screens")
+    picture = ElementTree.parse(SCREENS / f"{name}.svg").getroot()
+    shown = "".join(picture.itertext()).replace("\xa0", " ")
+    commands = [screens.COMMANDS[name], *([screens.ON_CPU] if name == "bench" else [])]
+    assert any(f"$ rtflash {command}" in shown for command in commands)
+    assert f"](docs/screens/{name}.svg)" in (ROOT / "README.md").read_text("utf-8")
+    assert "@font-face" not in (SCREENS / f"{name}.svg").read_text("utf-8")
+
+
+def test_a_screen_is_made_again(tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("typer")
+    monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    code = "import sys; from tools import screens; screens.main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "info", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    shown = "".join(ElementTree.parse(tmp_path / "info.svg").getroot().itertext())
+    for row in settings.describe():
+        assert row.variable in shown
 
 
 def test_every_file_of_the_host_is_told_of() -> None:
