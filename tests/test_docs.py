@@ -184,6 +184,22 @@ def test_examples_run(page: str) -> None:
         exec(block, {})
 
 
+def commands_of(page: Path) -> list[str]:
+    """The commands of `rtflash` that stand in a page's text."""
+    return re.findall(r"`(rtflash \w+ -[^`\n]*)`", without_code(page))
+
+
+@pytest.mark.parametrize(
+    "line", sorted({line for page in PAGES for line in commands_of(page) if "..." not in line})
+)
+def test_commands_in_the_text_parse(line: str) -> None:
+    words = shlex.split(line)[1:]
+    if words[1:] == ["--arch"]:
+        return  # the option is what the text is about
+    command = typer_command(words[0])
+    command.make_context(command.name, words[1:], resilient_parsing=False)
+
+
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", VARIANTS.read_text("utf-8"), re.M | re.S)
 COMMANDS = re.findall(r"^rtflash .*$", "".join(BLOCKS), re.M)
 
