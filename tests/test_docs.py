@@ -5,6 +5,7 @@ docs/variants.md knows every option of `rtflash generate`, and its commands run.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 import shlex
@@ -63,6 +64,17 @@ def test_links_and_files_exist(page: Path) -> None:
     folders = "rtflash|templates|tests|tools|docs"
     for name in re.findall(rf"(?:`|python )((?:{folders})/[\w./]*)", text):
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=relative)
+def test_lists_are_lists_on_the_site(page: Path) -> None:
+    """GitHub is content with less: an empty line before a list or a table, four spaces before an inner list."""
+    lines = ["", *without_code(page).splitlines()]
+    for before, line in itertools.pairwise(lines):
+        begins = re.match(r"(- |\d+\. |\|)", line)
+        goes_on = re.match(r"(- |\d+\. |\||  |#|$)", before)
+        assert not begins or goes_on, line
+        assert not re.match(r" {1,3}(- |\d+\. )", line), line
 
 
 def test_the_site_has_every_page() -> None:

@@ -3,7 +3,8 @@
     python tools/screens.py [info] [bench] [generate] [--cpu]
 
 From a checkout. It needs rich and typer; bench also a GPU and PyTorch, or --cpu. On a machine where nothing can be
-installed, a folder on PYTHONPATH will do that `pip install --target FOLDER rich typer` made elsewhere.
+installed, a folder on PYTHONPATH will do, which `pip install --target FOLDER rich "typer==0.20.*"` made elsewhere:
+that typer is pure Python.
 """
 
 from __future__ import annotations
