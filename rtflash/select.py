@@ -102,24 +102,24 @@ def variant(problem: Problem, device: Device, table: Table) -> Spec:
     """The variant, unsplit, that a table has for a call."""
     p = problem
     prescale = p.softcap > 0 or p.alibi or not LEAST_SCALE <= p.softmax_scale < GREAT_SCALE
-    dim, masked = max(p.head_dim, p.head_dim_v), p.mask != "full"
+    dim = max(p.head_dim, p.head_dim_v)
     if table is HOPPER:
-        pack = can_pack(p, tile(dim, device, True, table, masked))
+        pack = can_pack(p, tile(dim, device, True, table))
         narrow = prescale or pack
     else:
         pack = table is not TILES
         narrow = prescale or p.mask == "window" or p.align < WIDEST_LOAD
     isa = 90 if table is HOPPER else 80 if device.major >= 8 else 75
-    # Lengths that a device array may say, or of packed rows, are taken as uneven.
-    even = not (pack or p.ragged or p.cache_batch or p.page_size)
+    # Lengths that a device array may say, or of packed rows, are taken as uneven; isa 90 gains nothing by even ones.
+    even = isa != 90 and not (pack or p.ragged or p.cache_batch or p.page_size)
     # What a single query sees ends with the last key under any right bound.
     mask = "full" if pack and p.seqlen_q == 1 and p.window_left < 0 else p.mask
     chosen = None
     if not prescale and p.align == WIDEST_LOAD and not (table is HOPPER and pack):
         chosen = tuned.tile(table, device, p.dtype, p.head_dim, p.head_dim_v, mask)
     if chosen is None:
-        chosen = tile(dim, device, narrow, table, masked)
-    even_m = even and isa != 90 and p.seqlen_q % chosen.block_m == 0
+        chosen = tile(dim, device, narrow, table)
+    even_m = even and p.seqlen_q % chosen.block_m == 0
     even_n = even and p.seqlen_k % chosen.block_n == 0
     return make_spec(
         p.dtype, p.head_dim, p.head_dim_v, chosen, isa, mask,
@@ -316,15 +316,14 @@ def section(problem: Problem, device: Device) -> int:
 def variants(spec: Spec) -> list[Spec]:
     """The variants of a kernel that lengths choose among: each length even or not, split or not.
 
-    Rows that are packed, or whose lengths lie on the device, are uneven; isa 90 gains nothing by an even seqlen_q, and
-    the other tables with unpacked rows are not split.
+    Rows that are packed, or whose lengths lie on the device, and all of isa 90, count as uneven; the other tables with
+    unpacked rows are not split.
     """
     either = (True, False)
-    uneven = spec.pack_gqa or spec.ragged
-    evens = itertools.product((False,) if spec.isa == 90 else either, either)
+    uneven = spec.pack_gqa or spec.ragged or spec.isa == 90
     found = [
         dataclasses.replace(spec, even_m=even_m, even_n=even_n, split=False)
-        for even_m, even_n in (((False, False),) if uneven else evens)
+        for even_m, even_n in (((False, False),) if uneven else itertools.product(either, either))
     ]
     return [*found, as_split(spec)] if spec.pack_gqa or spec.isa == 90 else found
 

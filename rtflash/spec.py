@@ -174,6 +174,7 @@ class Spec:
         )
         require(self.rotary in ROTARIES, "rotary", f"one of {ROTARIES}")
         uneven = self.pack_gqa or self.split or self.ragged or self.paged or self.key_warps > 1
+        uneven |= self.isa == 90
         require(not (uneven and self.even_m), "even_m", "False where lengths are not the call's")
         require(not (uneven and self.even_n), "even_n", "False where lengths are not the call's")
 

@@ -23,13 +23,12 @@ class Row(NamedTuple):
     """The tiles of head_dims up to `max_head_dim`.
 
     `narrow` is for variants that need more registers, where `tile` leaves too few: scores are prescaled, a window masks
-    them, or loads are short. `masked` is for a causal mask or a window, where another tile is faster there.
+    them, or loads are short.
     """
 
     max_head_dim: int
     tile: Tile
     narrow: Tile | None = None
-    masked: Tile | None = None
 
 
 # By the least shared memory that a CTA can have: sm_90, 100, 103 | sm_80, 87 | sm_86, 89, 120 | sm_75.
@@ -131,7 +130,7 @@ SOME: dict[int, tuple[Row, ...]] = {
 HOPPER: dict[int, tuple[Row, ...]] = {
     227 * KIB: (
         Row(64, Tile(192, 128, 12, 2), Tile(128, 128, 8, 2)),
-        Row(128, Tile(192, 80, 12, 3), Tile(128, 128, 8, 2), Tile(128, 128, 8, 2)),
+        Row(128, Tile(192, 80, 12, 3), Tile(128, 128, 8, 2)),
         Row(192, Tile(128, 112, 8, 2)),
         Row(256, Tile(128, 80, 8, 2)),
     ),
@@ -144,9 +143,8 @@ def tile(
     device: Device,
     narrow: bool = False,
     table: Table = TILES,
-    masked: bool = False,
 ) -> Tile:
-    """The table's tile for the wider of a call's two head_dims; `narrow`, `masked`: see Row.
+    """The table's tile for the wider of a call's two head_dims; `narrow`: see Row.
 
     Raises
     ------
@@ -156,7 +154,7 @@ def tile(
     for limit, rows in table.items():
         if device.shared_bytes_per_block >= limit:
             row = next(row for row in rows if head_dim <= row.max_head_dim)
-            return (narrow and row.narrow) or (masked and row.masked) or row.tile
+            return (narrow and row.narrow) or row.tile
     raise ValueError(
         f"{device.name} gives a CTA {device.shared_bytes_per_block} bytes of shared memory; rtflash needs {min(table)}"
     )

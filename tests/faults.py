@@ -321,7 +321,7 @@ NEXT_V = """    } else if (n > block.n_begin) {
 WAIT_FOR_K = "    mbarrier_wait(smem.k_full(ring.stage), ring.round);\n"
 RELEASE_K = "    self.release(smem.k_empty(ring.stage));\n"
 WAIT_FOR_S = "    wgmma_wait<1>();\n    pin(s);\n"
-RELEASE_V = "    self.release(smem.v_empty(before.stage));\n"
+RELEASE_V = "    if (v_empty != 0) self.release(v_empty);\n"
 WAIT_FOR_O = f"    wgmma_wait<0>();\n    pin(o);\n{RELEASE_V}"
 
 FAULTS = (
@@ -1096,8 +1096,8 @@ FAULTS = (
     Fault(
         "the first K is not waited for",
         GROUPS_KERNEL,
-        f"{WAIT_FOR_K}    start_scores(s);",
-        "    start_scores(s);",
+        f"{WAIT_FOR_K}    start_scores();",
+        "    start_scores();",
         "groups",
     ),
     Fault(
@@ -1159,8 +1159,8 @@ FAULTS = (
     Fault(
         "the last P V is not waited for",
         GROUPS_KERNEL,
-        "    start_output(ring);\n    wgmma_wait<0>();\n",
-        "    start_output(ring);\n    wgmma_wait<1>();\n",
+        "    start_output(ring);\n    finish_output();\n",
+        "    start_output(ring);\n",
         "groups",
     ),
     Fault(
