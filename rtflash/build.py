@@ -75,7 +75,7 @@ class Kernel:
     Attributes
     ----------
     spec : the variant.
-    raw : cupy.RawKernel; keeps the module alive.
+    raw : cupy.RawKernel or MemoryKernel; keeps the module alive.
     function : CUfunction handle.
     resources : see Resources.
     """
@@ -369,27 +369,46 @@ def load(made: Artifact, device: Device) -> Kernel:
 
 
 def raw_kernel(made: Artifact) -> Any:
-    """cupy.RawKernel of the artifact, from its file in the cache or else a short-lived one of the same bytes."""
-    import tempfile
-
+    """cupy.RawKernel of the artifact's file in the cache, else a MemoryKernel of the same bytes."""
     import cupy
 
-    def read(folder: str) -> Any:
-        raw = cupy.RawModule(path=os.path.join(folder, binary_file(made.arch))).get_function(
-            made.spec.name
-        )
-        raw.kernel  # noqa: B018  RawKernel reads its file when it is first asked for its handle.
-        return raw
-
     if made.folder is not None:
+        file = str(made.folder / binary_file(made.arch))
         try:
-            return read(str(made.folder))
-        except (OSError, cupy.cuda.driver.CUDADriverError) as error:
-            # Cleared, torn or replaced since its bytes were checked; a genuine refusal comes again below.
+            raw = cupy.RawModule(path=file).get_function(made.spec.name)
+            raw.kernel  # noqa: B018  RawKernel reads its file when it is first asked for its handle.
+            return raw
+        except (OSError, ValueError, cupy.cuda.driver.CUDADriverError) as error:
+            # Cleared, torn or replaced since its bytes were checked, or at a path that CuPy cannot encode or the
+            # driver cannot read (in UTF-8); a genuine refusal comes again below.
             settings.logger().info("%s is loaded from memory: %s", made.spec.name, error)
-    with tempfile.TemporaryDirectory(prefix="rtflash-") as folder:
-        Path(folder, binary_file(made.arch)).write_bytes(made.cubin)
-        return read(folder)
+    return MemoryKernel(made.cubin, made.spec.name)
+
+
+class MemoryKernel:
+    """What is used here of a cupy.RawKernel, for code in no file: CuPy makes a RawModule of a file alone."""
+
+    def __init__(self, code: bytes, name: str) -> None:
+        from cupy.cuda import function
+
+        module = function.Module()
+        module.load(code)
+        self.kernel = module.get_function(name)  # which keeps the module alive
+
+    @property
+    def max_dynamic_shared_size_bytes(self) -> int:
+        """Dynamic shared memory that a launch may ask for."""
+        from cupy_backends.cuda.api import driver
+
+        which = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        return driver.funcGetAttribute(which, self.kernel.ptr)
+
+    @max_dynamic_shared_size_bytes.setter
+    def max_dynamic_shared_size_bytes(self, count: int) -> None:
+        from cupy_backends.cuda.api import driver
+
+        which = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.funcSetAttribute(self.kernel.ptr, which, count)
 
 
 def lock_of(*what: object) -> threading.Lock:

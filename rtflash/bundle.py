@@ -128,7 +128,7 @@ def write(file: Path, data: bytes) -> None:
     new = file.with_name(f".{uuid.uuid4().hex[:8]}.new")
     try:
         new.write_bytes(data)
-        os.replace(new, file)
+        cache.patiently(os.replace, new, file)
     finally:
         cache.remove(new)
 

@@ -48,6 +48,8 @@ def options(arch: str, lines: bool = True) -> tuple[str, ...]:
 def run(text: str, name: str, arch: str, flags: tuple[str, ...]) -> tuple[bytes | None, str]:
     """(binary, log) of a source; the binary is None if it does not compile."""
     nvrtc = import_nvrtc()
+    # A path of bytes that are no text has surrogates, which CuPy cannot encode; the name is only for messages.
+    name = name.encode(errors="backslashreplace").decode()
     program = nvrtc.createProgram(text, name, (), ())
     try:
         try:

@@ -18,7 +18,7 @@ from .spec import AnySpec, AppendSpec, CombineSpec, Spec
 
 KERNELS: dict[str, Any] = {"forward": Spec, "combine": CombineSpec, "append": AppendSpec}
 # It is also a folder's name.
-ARCH = re.compile(r"sm_\d+[af]?")
+ARCH = re.compile(r"sm_\d+[af]?|compute_\d+")
 
 _noted: set[tuple[Path, str]] = set()
 

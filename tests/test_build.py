@@ -124,7 +124,7 @@ def test_error_names_template_line_source_and_options(monkeypatch, folder):
     assert "-std=c++17" in message
     assert str(pickle.loads(pickle.dumps(error))) == message
     assert error.path.parent == folder / "failed"
-    assert "undeclared_name" in error.path.read_text()
+    assert "undeclared_name" in error.path.read_text(encoding="utf-8")
     assert cache.entries() == []
     assert not build._locks["artifact", SMALL, "sm_80"].locked()
 
@@ -172,9 +172,13 @@ def test_cache_folder_holds_the_variant(folder):
     made = build.artifact(SMALL, "sm_80")
     assert made.folder == folder / f"{SMALL.name}.{made.key}"
     assert (made.folder / "kernel.cubin").read_bytes() == made.cubin
-    assert (made.folder / "kernel.cu").read_text() == made.source == render.source(SMALL)
-    assert (made.folder / "build.log").read_text() == made.log
-    record = json.loads((made.folder / "spec.json").read_text())
+    assert (
+        (made.folder / "kernel.cu").read_text(encoding="utf-8")
+        == made.source
+        == render.source(SMALL)
+    )
+    assert (made.folder / "build.log").read_text(encoding="utf-8") == made.log
+    record = json.loads((made.folder / "spec.json").read_text(encoding="utf-8"))
     assert Spec(**record["spec"]) == SMALL
     assert record["arch"] == "sm_80"
     assert record["resources"]["registers"] == made.resources.registers
@@ -227,9 +231,9 @@ def test_a_record_of_other_fields_is_rebuilt_though_its_checksum_is_right(
     monkeypatch.setattr(nvrtc, "run", lambda *_: (compiled.cubin, compiled.log))
     made = build.artifact(SMALL, "sm_80")
     file = made.folder / "spec.json"
-    record = json.loads(file.read_text()) | change
+    record = json.loads(file.read_text(encoding="utf-8")) | change
     del record["checksum"]
-    file.write_text(json.dumps(record | {"checksum": cache.checksum(record)}))
+    file.write_text(json.dumps(record | {"checksum": cache.checksum(record)}), encoding="utf-8")
     with pytest.warns(RuntimeWarning, match="damaged cache folder"):
         repaired = build.artifact(SMALL, "sm_80")
     assert repaired.folder == made.folder
@@ -249,7 +253,7 @@ def test_without_disk_cache_a_process_compiles_once(monkeypatch, folder):
 
 
 def test_unusable_cache_folder_warns_once_and_compiles_once(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
     monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.warns(RuntimeWarning, match="in memory only") as caught:
         made = [build.artifact(spec, "sm_80") for spec in (SMALL, SMALL, OTHER)]
@@ -300,10 +304,21 @@ class FakeModule:
         return data
 
 
+class MemoryModule:
+    """cupy.cuda.function.Module without a driver: a function of it is the code."""
+
+    def load(self, code: bytes) -> None:
+        self.code = code
+
+    def get_function(self, name: str) -> bytes:
+        return self.code
+
+
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
 def test_checked_bytes_are_loaded_where_their_file_has_changed(monkeypatch, damage):
     """As by `rtflash cache clear` of another process between the check and the driver's reading."""
     import cupy
+    from cupy.cuda import function
 
     made = build.artifact(SMALL, "sm_80")
 
@@ -313,6 +328,7 @@ def test_checked_bytes_are_loaded_where_their_file_has_changed(monkeypatch, dama
         return FakeModule(path)
 
     monkeypatch.setattr(cupy, "RawModule", module)
+    monkeypatch.setattr(function, "Module", MemoryModule)
     assert build.raw_kernel(made).kernel == made.cubin
 
 
@@ -394,14 +410,16 @@ def test_case_b34_killed_in_mid_compile(folder):
 @pytest.mark.parametrize("disk", ["1", "0"])
 def test_kernel_loads_on_the_device(monkeypatch, disk):
     import cupy
+    from cupy_backends.cuda.api import driver
 
     monkeypatch.setenv("RTFLASH_CACHE", disk)
     gpu = device.get(0)
     kernel = build.kernel(SMALL, gpu)
     assert kernel.function != 0
-    assert kernel.raw.num_regs == kernel.resources.registers
     assert kernel.raw.max_dynamic_shared_size_bytes == SMALL.shared_bytes
-    assert kernel.raw.binary_version == gpu.major * 10 + gpu.minor
+    of, function = driver.funcGetAttribute, kernel.function
+    assert of(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function) == kernel.resources.registers
+    assert of(driver.CU_FUNC_ATTRIBUTE_BINARY_VERSION, function) == gpu.major * 10 + gpu.minor
     assert build.kernel(SMALL, gpu) is kernel
     assert build.compile_count == 1
     assert cupy.cuda.runtime.getDevice() == 0

@@ -280,7 +280,7 @@ def installed_in(folder, monkeypatch, file):
     """A package with the bundle, in a folder of sys.path."""
     package = folder / "rtflash_bundle_é"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n", encoding="utf-8")
     shutil.copy(file, package / bundle.PACKAGED)
     monkeypatch.syspath_prepend(str(folder))
     return package / bundle.PACKAGED
@@ -332,7 +332,7 @@ from rtflash.spec import Spec
 import cupy
 build.load = lambda made, gpu: build.Kernel(made.spec, made, 1, made.resources)
 spec = Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75)
-print(len(build.kernel(spec, device.for_arch("sm_80")).raw.cubin), "libnvrtc" in open("/proc/self/maps").read())
+print(len(build.kernel(spec, device.for_arch("sm_80")).raw.cubin), b"libnvrtc" in open("/proc/self/maps", "rb").read())
 print("jinja2" in sys.modules)
 """
 
@@ -412,7 +412,7 @@ def test_a_record_holds_each_variant_once(monkeypatch, tmp_path):
     monkeypatch.setattr(record, "_noted", set())
     record.note(OTHER, "sm_80")
     assert record.read(file) == [(SMALL, "sm_80"), (OTHER, "sm_80"), (SMALL, "sm_86")]
-    assert file.read_text().count("\n") == 3
+    assert file.read_text(encoding="utf-8").count("\n") == 3
 
 
 def test_a_miss_is_recorded_too(monkeypatch, without_nvrtc, tmp_path):
@@ -434,7 +434,7 @@ def test_a_torn_line_does_not_swallow_the_next(tmp_path):
 
 
 def test_a_record_that_cannot_be_written_is_one_warning(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
     monkeypatch.setenv("RTFLASH_RECORD", str(tmp_path / "file" / "record"))
     with pytest.warns(RuntimeWarning, match="RTFLASH_RECORD cannot be written"):
         record.note(SMALL, "sm_80")
@@ -489,7 +489,7 @@ import rtflash
 q = cupy.asarray(np.random.default_rng(0).standard_normal((3, 1, 65, 2, 64)).astype(np.float16))
 out = cupy.asnumpy(rtflash.flash_attn_func(*q, causal=True))
 from rtflash import build
-print(build.compile_count, "libnvrtc" in open("/proc/self/maps").read(), hash(out.tobytes()))
+print(build.compile_count, b"libnvrtc" in open("/proc/self/maps", "rb").read(), hash(out.tobytes()))
 """
 
 

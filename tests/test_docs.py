@@ -41,7 +41,7 @@ def test_every_file_of_the_host_is_told_of() -> None:
 
 
 def examples(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])
@@ -65,20 +65,20 @@ def test_the_example_of_emulation_runs() -> None:
 def test_examples_run(page: str) -> None:
     if page == "jax.md":
         pytest.importorskip("jax")
-    text = (ROOT / "docs" / page).read_text("utf-8")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     assert blocks
     for block in blocks:
         exec(block, {})
 
 
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", VARIANTS.read_text("utf-8"), re.M | re.S)
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", VARIANTS.read_text(encoding="utf-8"), re.M | re.S)
 COMMANDS = re.findall(r"^rtflash .*$", "".join(BLOCKS), re.M)
 
 
 def test_every_option_and_setting_of_variants_is_told_of() -> None:
     pytest.importorskip("typer")
-    text = VARIANTS.read_text("utf-8")
+    text = VARIANTS.read_text(encoding="utf-8")
     command = typer_command("generate")
     for option in {name for parameter in command.params for name in parameter.opts} - {"--help"}:
         assert option in text, option
@@ -107,7 +107,9 @@ def test_commands_of_variants_run(line: str, monkeypatch: Any, tmp_path: Path) -
     monkeypatch.setattr(import_tool("autotune").bench, "why_not", lambda: "There is no GPU.")
     monkeypatch.chdir(tmp_path)
     spec = select.table_specs(device.for_arch("sm_80"))[0]
-    (tmp_path / "record.jsonl").write_text(json.dumps(record.described(spec, "sm_80")) + "\n")
+    (tmp_path / "record.jsonl").write_text(
+        json.dumps(record.described(spec, "sm_80")) + "\n", encoding="utf-8"
+    )
     words = shlex.split(line)[1:]
     result = testing.CliRunner().invoke(import_tool("cli").app, words)
     assert result.exit_code == (0 if words[0] == "generate" else 2), result.output

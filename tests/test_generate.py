@@ -203,13 +203,13 @@ def test_files_and_report(fake, tmp_path):
     out, report = tmp_path / "out", tmp_path / "report.json"
     result = run("--arch", "sm_80", "--length", "even", "--out", out, "--json", report)
     assert result.exit_code == 0, result.output
-    rows = json.loads(report.read_text())
+    rows = json.loads(report.read_text(encoding="utf-8"))
     assert len(rows) == 2
     for row in rows:
         place = out / row["arch"] / row["name"]
         written = {file.name for file in place.iterdir()}
         assert {"kernel.cu", "kernel.cubin", "spec.json", "launch.json"} <= written
-        record = json.loads((place / "spec.json").read_text())
+        record = json.loads((place / "spec.json").read_text(encoding="utf-8"))
         assert Spec(**record["spec"]).name == row["name"]
         assert row["registers"] == 128
         assert row["faults"] == []
@@ -300,7 +300,7 @@ def test_places_that_cannot_be_written_are_refused_before_the_work(fake, monkeyp
     fake()
     monkeypatch.setattr(build, "compile", None)
     file = tmp_path / "file"
-    file.write_text("kept")
+    file.write_text("kept", encoding="utf-8")
     for option, place in [
         ("--out", file),
         ("--out", file / "x"),
@@ -310,7 +310,7 @@ def test_places_that_cannot_be_written_are_refused_before_the_work(fake, monkeyp
         result = run("--arch", "sm_80", option, place)
         assert result.exit_code == 2, result.output
         assert option in result.output
-    assert file.read_text() == "kept"
+    assert file.read_text(encoding="utf-8") == "kept"
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -434,7 +434,7 @@ def test_a_record_is_compiled(fake, monkeypatch, tmp_path):
     record.note(AppendSpec("bf16"), "sm_80")
     report = tmp_path / "report.json"
     assert run("--record", file, "--json", report).exit_code == 0
-    rows = json.loads(report.read_text())
+    rows = json.loads(report.read_text(encoding="utf-8"))
     assert [row["name"] for row in rows] == [*(x.name for x in specs), AppendSpec("bf16").name]
     assert "variants: 1," in run("--record", file, "--arch", "sm_80").output
     assert run("--record", file, "--arch", "sm_75").exit_code == 1  # nothing is left
@@ -524,7 +524,7 @@ def test_report_has_occupancy_and_a_plot(fake, tmp_path):
     options = ("--arch", "sm_80,sm_86", "--head-dim", "64", "--mask", "full", "--length", "even")
     assert run(*options, "--json", report, "--plot", image).exit_code == 0
     assert image.stat().st_size > 1000
-    for row in json.loads(report.read_text()):
+    for row in json.loads(report.read_text(encoding="utf-8")):
         # 128 registers of 128 threads: 4 CTAs; 48 KB of shared memory and 1 KB kept by the system: 3, or 2.
         assert row["shared_bytes"] == 49152
         assert row["ctas_per_sm"] == {"sm_80": 3, "sm_86": 2}[row["arch"]]

@@ -59,7 +59,7 @@ def compiled(source: str, fields: list[str], scratch: Path) -> list[tuple[str, i
     )
     program = f'#include <cstdio>\n{source}\nint main() {{\n{reports}  std::printf(" %zu\\n", sizeof(Params));\n}}\n'
     path = scratch / "offsets.cpp"
-    path.write_text(program)
+    path.write_text(program, encoding="utf-8")
     compiler = cxx.find()
     subprocess.run(
         [compiler.path, "-std=c++17", str(path), "-o", str(scratch / "offsets")], check=True
