@@ -16,7 +16,7 @@ from typing import Any
 
 from . import bundle, cache, dump, nvrtc, record, render, settings
 from .device import Device
-from .nvrtc import Resources, options, target_arch
+from .nvrtc import Resources, options
 from .spec import AnySpec
 
 SOURCE = dump.SOURCE
@@ -151,23 +151,27 @@ def obtain(spec: AnySpec, device: Device) -> Artifact:
 
     Raises as `kernel` does.
     """
-    record.note(spec, device.arch)
-    edited = dump.edited(spec, device.arch)
+    current, edited = settings.get(), None
+    # (Which architecture that is, NVRTC says, which a machine with bundles may lack, or need not load.)
+    if current.record is not None:
+        record.note(spec, nvrtc.arch_on(device))
+    if current.override is not None:
+        edited = dump.edited(spec, nvrtc.arch_on(device))
     if edited is not None:
-        made = compile(spec, device.arch, edited=edited)
+        made = compile(spec, nvrtc.target_arch(device), edited=edited)
     else:
-        packed = bundle.find(spec, device.arch)
+        packed = bundle.find(spec, device)
         if packed is not None:
             made = from_bundle(*packed)
-        elif settings.get().no_compile:
-            made = cached(spec, device.arch)
+        elif current.no_compile:
+            made = cached(spec, nvrtc.arch_on(device))
         else:
-            made = artifact(spec, target_arch(device))
+            made = artifact(spec, nvrtc.target_arch(device))
     origin = made.origin or made.folder or "compiled in memory"
     settings.logger().debug("%s for %s: %s", spec.name, made.arch, origin)
-    if settings.get().dump is not None:
+    if current.dump is not None:
         entry = to_entry(made)
-        dump.keep(spec, made.arch, entry.files, entry.record)
+        dump.keep(spec, nvrtc.arch_on(device), entry.files, entry.record)
     return made
 
 
@@ -293,7 +297,7 @@ def cache_key(spec: AnySpec, arch: str) -> str:
 
 def binary_file(arch: str) -> str:
     """File name of the compiled code."""
-    return "kernel.ptx" if arch.startswith("compute_") else "kernel.cubin"
+    return f"kernel.{bundle.suffix(arch)}"
 
 
 def to_entry(made: Artifact) -> cache.Entry:

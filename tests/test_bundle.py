@@ -105,7 +105,7 @@ def test_several_bundles_are_searched_in_their_order(monkeypatch, without_nvrtc,
 def test_what_no_bundle_has_is_compiled(monkeypatch, tmp_path):
     use(monkeypatch, put(tmp_path))
     asked = []
-    monkeypatch.setattr(build, "target_arch", lambda gpu: gpu.arch)
+    monkeypatch.setattr(nvrtc, "target_arch", lambda gpu: gpu.arch)
     monkeypatch.setattr(
         build, "artifact", lambda *what: asked.append(what) or SimpleNamespace(
             spec=what[0], arch=what[1], origin="", folder=None, resources=None

@@ -23,7 +23,7 @@ import typer
 if not __package__:  # run as a script: rtflash is beside tools/, installed or not
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rtflash import build, device, launch, select
+from rtflash import build, device, launch, nvrtc, select
 from rtflash.__main__ import import_tool
 from rtflash.device import KIB, Device
 from rtflash.problem import Tensors, dense
@@ -119,7 +119,7 @@ def measure(
     specs = [trial.make_spec(tile, d, chip, dtype, causal, s) for causal, s, tile in points]
     # A table's tile serves all lengths, so its variant for odd ones must be usable, too.
     odd = [dataclasses.replace(spec, even_m=False, even_n=False) for spec in specs]
-    compiled = trial.compile_all([*specs, *odd], chip, build.target_arch(gpu))
+    compiled = trial.compile_all([*specs, *odd], chip, nvrtc.target_arch(gpu))
     loaded = {spec: load(made, chip, gpu) for spec, made in compiled.items()}
     shape: tuple[bool, int] | None = None
     for (causal, s, tile), spec, odd_spec in zip(points, specs, odd, strict=True):
