@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import build, device, problem, select
+from . import build, describe, device, select
 from .dlpack import row_major
 from .problem import Problem, Tensors
 from .spec import ROTARIES
@@ -86,7 +86,7 @@ def warmup(
             f"{error} warmup compiles for a GPU that is there and loads the kernels on it; without one, `rtflash"
             " generate` renders and compiles them for any architecture"
         ) from error
-    dense = problem.dense(q, k, v, alibi_slopes=slopes, **options)  # type: ignore[arg-type]
+    dense = describe.dense(q, k, v, alibi_slopes=slopes, **options)  # type: ignore[arg-type]
     specs: dict[Any, None] = dict.fromkeys(select.every_variant(dense, gpu))
     calls: list[Problem] = []
     if varlen:
@@ -121,7 +121,7 @@ def varlen_call(
         cu_seqlens_k=view(BATCH + 1, of="int32"),
         block_table=view(BATCH, LENGTH // PAGE, of="int32") if paged else None,
     )
-    return problem.varlen(tensors, LENGTH, LENGTH, **options)
+    return describe.varlen(tensors, LENGTH, LENGTH, **options)
 
 
 def kvcache_calls(
@@ -153,6 +153,6 @@ def kvcache_calls(
             rotary_sin=table,
         )
         calls.append(
-            problem.kvcache(tensors, rotary_interleaved=rotary == "interleaved", **options)
+            describe.kvcache(tensors, rotary_interleaved=rotary == "interleaved", **options)
         )
     return calls

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import device, guarded, launch, select, settings, tensor_map
-from . import problem as problems
+from . import checks, device, guarded, launch, select, settings, tensor_map
 from .cxx import why_not as why_not
 from .dlpack import row_major
 from .guarded import READ, REWRITE, UPDATE, WRITE, Guarded, How, output, start, unwritten, view
@@ -63,7 +62,7 @@ def run_call(
     tensors = readable(tensors)
     views = [view(x) for x in tensors[:3]]
     problem = dataclasses.replace(
-        problem, align=problems.alignment(*views), boxes=all(map(tensor_map.fits, views))
+        problem, align=checks.alignment(*views), boxes=all(map(tensor_map.fits, views))
     )
     spec, grid = select.forward(problem, device.for_arch(arch))
     report = attend(spec, grid, problem, tensors, cache_seqlen, How(seed), True)

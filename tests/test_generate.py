@@ -23,8 +23,9 @@ from typer.testing import CliRunner
 import rtflash
 from rtflash import ahead, build, bundle, device, launch, record, select
 from rtflash.__main__ import import_tool
+from rtflash.describe import kvcache
 from rtflash.nvrtc import Resources
-from rtflash.problem import Tensors, kvcache
+from rtflash.problem import Tensors
 from rtflash.spec import AppendSpec, Spec
 
 cli, generate, sass = (import_tool(name) for name in ("cli", "generate", "sass"))

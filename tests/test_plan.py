@@ -10,7 +10,7 @@ import pytest
 from fake_gpu import FIRST, LIBRARY, FakeGpu, Library, encoded, view
 
 import rtflash
-from rtflash import call, launch, problem, select, tensor
+from rtflash import call, describe, launch, select, tensor
 from rtflash.problem import Tensors
 from rtflash.spec import AppendSpec, CombineSpec, Spec
 from rtflash.tensor import View
@@ -50,7 +50,7 @@ def test_a_dense_call(gpu: FakeGpu) -> None:
     assert pointers(first) == {"q": 1, "k": 2, "v": 3, "o": alone.ptr, "alibi_slopes": 4}
     assert pointers(second) == {"q": 1, "k": 2, "v": 3, "o": out.ptr, "lse": lse.ptr}
     assert (second.params["seqlen_q"], second.params["seqlen_k"]) == (64, 64)
-    described = problem.dense(q, k, v, causal=True)
+    described = describe.dense(q, k, v, causal=True)
     spec, grid = select.forward(described, rtflash.device.get(0))
     assert (second.spec, second.shape) == (spec, grid[:3])
     tensors = Tensors(q, k, v)

@@ -88,7 +88,7 @@ def test_label_for_few_rows_is_the_one_in_kernel_names():
 
 def test_a_tile_for_few_rows_is_what_a_decoding_call_gets():
     """The variants that the sweep compiles are those that its calls launch."""
-    problem = Problem(16, 1, 8192, 32, 8, 128, 128, "bf16", 128**-0.5, -1, -1, 0.0, False, 16)
+    problem = Problem(16, 1, 8192, 32, 8, 128, 128, "bf16", 128**-0.5, -1, -1, 0.0, False, 16, True)
     gpu, tile = device.for_arch("sm_90"), trial.parse_tile("m16x64_w4ks3_b2")
     with import_tool("tune_decode").in_table(tile):
         for num_splits in (1, 3):

@@ -35,6 +35,7 @@ KERNEL_MODULES = (
     "cache_checks",
     "call",
     "checks",
+    "describe",
     "device",
     "jax_ops",
     "launch",

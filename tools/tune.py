@@ -25,8 +25,9 @@ if not __package__:  # run as a script: rtflash is beside tools/, installed or n
 
 from rtflash import build, device, launch, nvrtc, select
 from rtflash.__main__ import import_tool
+from rtflash.describe import dense
 from rtflash.device import KIB, Device
-from rtflash.problem import Tensors, dense
+from rtflash.problem import Tensors
 from rtflash.spec import MAX_HEAD_DIM, Spec
 from rtflash.tensor import framework
 from rtflash.tiles import Tile

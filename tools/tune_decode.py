@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rtflash import nvrtc, plan, select
+from rtflash.describe import dense
 from rtflash.device import KIB, Device
-from rtflash.problem import Tensors, dense
+from rtflash.problem import Tensors
 from rtflash.spec import MAX_HEAD_DIM
 from rtflash.tensor import framework
 from rtflash.tiles import Row as TableRow
