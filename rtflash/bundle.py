@@ -44,7 +44,7 @@ class Packed(NamedTuple):
 
     Attributes
     ----------
-    spec, arch : the variant, and the architecture of its code, as in build.Artifact.
+    spec, arch : the variant, and the architecture of its code, as in artifacts.Artifact.
     cubin : its code.
     options : what NVRTC was given.
     nvrtc : its version.

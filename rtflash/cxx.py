@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from . import build, cache, render, settings
+from . import artifacts, cache, render, settings
 from .spec import ISAS, AnySpec
 
 TARGET = "host"
@@ -126,7 +126,7 @@ def library(spec: AnySpec, folder: Path | None = None) -> ctypes.CDLL:
     found = _libraries.get((spec, folder))
     if found is not None:
         return found
-    with build.lock_of(TARGET, spec, folder):
+    with artifacts.lock_of(TARGET, spec, folder):
         if (spec, folder) not in _libraries:
             _libraries[spec, folder] = load(*obtain(find(), spec, folder))
     return _libraries[spec, folder]
@@ -165,7 +165,7 @@ def make_kernel(compiler: Compiler, spec: AnySpec, folder: Path | None, key: str
     binary, log = run(command, inputs, "kernel.so")
     if binary is None:
         path = cache.keep_failed(f"{spec.name}_{TARGET}", key, source)
-        raise build.CompileError(spec, TARGET, tuple(command), log, path)
+        raise artifacts.CompileError(spec, TARGET, tuple(command), log, path)
     compile_count += 1
     logger = settings.logger()
     logger.info("compiled %s for the host: %.2f s", spec.name, time.perf_counter() - start)
@@ -189,7 +189,7 @@ def runtime_object(compiler: Compiler, folder: Path | None) -> bytes:
         files |= {"runtime.o": binary, "build.log": log.encode()}
         return cache.Entry(files, {"arch": TARGET, "options": command})
 
-    with build.lock_of(TARGET, key):
+    with artifacts.lock_of(TARGET, key):
         if key not in _runtimes:
             if settings.get().cache:
                 entry, _ = cache.obtain(cache.folder(RUNTIME, key), make)

@@ -25,7 +25,7 @@ _noted: set[tuple[Path, str]] = set()
 
 
 def described(spec: AnySpec, arch: str) -> dict[str, object]:
-    """A variant for an architecture, as in build.Artifact, as a JSON object; `parse` reads it."""
+    """A variant for an architecture, as in artifacts.Artifact, as a JSON object; `parse` reads it."""
     kernel = next(name for name, kind in KERNELS.items() if type(spec) is kind)
     return {"arch": arch, "kernel": kernel, "spec": spec.to_dict()}
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from schedule import check_traffic
 
 from rtflash import checks, emulate, inference, render
-from rtflash.build import CompileError
+from rtflash.artifacts import CompileError
 from rtflash.problem import Problem, Tensors
 from rtflash.report import EmulationError
 from rtflash.spec import Spec

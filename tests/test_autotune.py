@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from rtflash import build, bundle, cache, device, render, select, tuned
+from rtflash import artifacts, bundle, cache, device, render, select, tuned
 from rtflash.__main__ import import_tool
 from rtflash.nvrtc import Resources
 from rtflash.tiles import Tile
@@ -224,7 +224,7 @@ def fake_gpu(monkeypatch):
     def artifact(spec, arch):
         spills = getattr(spec, "block_m", 0) and trial.label(shapes.tile_of(spec)) in fake.spilling
         used = Resources(128, 0, 0, 8 if spills else 0, 0, 0.1)
-        return build.Artifact(spec, arch, b"", "", "", (), used, "", None)
+        return artifacts.Artifact(spec, arch, b"", "", "", (), used, "", None)
 
     def measure(shape, table, tiles):
         return {x: fake.times.get(trial.label(x), 0.010) for x in tiles}
@@ -232,7 +232,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(autotune.bench, "why_not", lambda: None)
     monkeypatch.setattr(device, "get", lambda index: A100)
     monkeypatch.setattr(autotune.nvrtc, "target_arch", lambda gpu: gpu.arch)
-    monkeypatch.setattr(build, "artifact", artifact)
+    monkeypatch.setattr(artifacts, "artifact", artifact)
     monkeypatch.setattr(autotune, "measure", measure)
     return fake
 

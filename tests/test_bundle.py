@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 import rtflash
-from rtflash import build, bundle, cache, device, nvrtc, record, render, select
+from rtflash import artifacts, build, bundle, cache, device, nvrtc, record, render, select
 from rtflash.spec import AppendSpec, CombineSpec, Spec
 
 SMALL = Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75)
@@ -40,7 +40,7 @@ def clean(monkeypatch, tmp_path):
     monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", set())
     monkeypatch.setattr(build, "_kernels", {})
-    monkeypatch.setattr(build, "_unkept", {})
+    monkeypatch.setattr(artifacts, "_unkept", {})
     monkeypatch.setattr(record, "_noted", set())
     monkeypatch.setattr(
         build, "load", lambda made, gpu: build.Kernel(made.spec, made, 1, made.resources)
@@ -106,8 +106,7 @@ def test_what_no_bundle_has_is_compiled(monkeypatch, tmp_path):
     use(monkeypatch, put(tmp_path))
     asked = []
     monkeypatch.setattr(nvrtc, "target_arch", lambda gpu: gpu.arch)
-    monkeypatch.setattr(
-        build, "artifact", lambda *what: asked.append(what) or SimpleNamespace(
+    monkeypatch.setattr(artifacts, "artifact", lambda *what: asked.append(what) or SimpleNamespace(
             spec=what[0], arch=what[1], origin="", folder=None, resources=None
         )
     )  # fmt: skip
@@ -138,14 +137,14 @@ def test_without_any_bundle_nothing_is_compiled_either(monkeypatch, without_nvrt
 
 def test_no_compile_takes_the_cache_where_there_is_nvrtc(monkeypatch):
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
-    made = build.Artifact(
-        SMALL, "sm_80", CUBIN, "//", "", build.options("sm_80"), nvrtc.Resources(**USED),
-        build.cache_key(SMALL, "sm_80"), None, (13, 0),
+    made = artifacts.Artifact(
+        SMALL, "sm_80", CUBIN, "//", "", nvrtc.options("sm_80"), nvrtc.Resources(**USED),
+        artifacts.cache_key(SMALL, "sm_80"), None, (13, 0),
     )  # fmt: skip
     monkeypatch.setenv("RTFLASH_NO_COMPILE", "1")
     with pytest.raises(rtflash.MissingKernelError):
         build.kernel(SMALL, A100)
-    cache.store(cache.folder(SMALL.name, made.key), build.to_entry(made))
+    cache.store(cache.folder(SMALL.name, made.key), artifacts.to_entry(made))
     assert build.kernel(SMALL, A100).raw.cubin == CUBIN
     monkeypatch.setenv("RTFLASH_CACHE", "0")
     with pytest.raises(rtflash.MissingKernelError):
@@ -488,8 +487,8 @@ import cupy, numpy as np
 import rtflash
 q = cupy.asarray(np.random.default_rng(0).standard_normal((3, 1, 65, 2, 64)).astype(np.float16))
 out = cupy.asnumpy(rtflash.flash_attn_func(*q, causal=True))
-from rtflash import build
-print(build.compile_count, b"libnvrtc" in open("/proc/self/maps", "rb").read(), hash(out.tobytes()))
+from rtflash import artifacts
+print(artifacts.compile_count, b"libnvrtc" in open("/proc/self/maps", "rb").read(), hash(out.tobytes()))
 """
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rtflash import build, device, record, select, settings
+from rtflash import artifacts, device, nvrtc, record, select, settings
 from rtflash.__main__ import import_tool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,12 +97,12 @@ def typer_command(name: str) -> Any:
 def test_commands_of_variants_run(line: str, monkeypatch: Any, tmp_path: Path) -> None:
     """In an empty folder with a record; nothing is compiled or measured for it."""
     testing = pytest.importorskip("typer.testing")
-    used = build.Resources(128, 0, 0, 0, 0, 0.5)
+    used = nvrtc.Resources(128, 0, 0, 0, 0, 0.5)
 
-    def compile(spec: Any, arch: str, lines: bool = True) -> build.Artifact:
-        return build.Artifact(spec, arch, b"\x7fELF", "", "", (), used, "", None, (13, 0))
+    def compile(spec: Any, arch: str, lines: bool = True) -> artifacts.Artifact:
+        return artifacts.Artifact(spec, arch, b"\x7fELF", "", "", (), used, "", None, (13, 0))
 
-    monkeypatch.setattr(build, "compile", compile)
+    monkeypatch.setattr(artifacts, "compile", compile)
     monkeypatch.setattr(import_tool("generate").nvrtc, "version", lambda: (13, 0))
     monkeypatch.setattr(import_tool("autotune").bench, "why_not", lambda: "There is no GPU.")
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,7 @@ import pytest
 from fake_gpu import FakeGpu, view
 
 import rtflash
-from rtflash import build, bundle, cache, call, device, dump, nvrtc, record, render
+from rtflash import artifacts, build, bundle, cache, call, device, dump, nvrtc, record, render
 from rtflash.spec import AppendSpec, Spec
 
 pytest.importorskip("cupy", reason="NVRTC is called through CuPy")
@@ -36,7 +36,7 @@ def clean(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", set())
-    monkeypatch.setattr(build, "_unkept", {})
+    monkeypatch.setattr(artifacts, "_unkept", {})
     monkeypatch.setattr(record, "_noted", set())
     monkeypatch.setattr(dump, "_told", set())
     monkeypatch.setattr(
@@ -94,7 +94,9 @@ def test_dump_edit_override(monkeypatch, root, said):
     assert b"rtflash_edited" in edited.cubin
     assert str(place / "kernel.cu") in edited.origin
     assert any(f"from {place / 'kernel.cu'}" in line for line in said)
-    assert b"rtflash_edited" not in build.artifact(SMALL, "sm_80").cubin  # the cache is as it was
+    assert (
+        b"rtflash_edited" not in artifacts.artifact(SMALL, "sm_80").cubin
+    )  # the cache is as it was
 
     (place / "kernel.cu").write_text(
         "\ufeff"
@@ -103,7 +105,7 @@ def test_dump_edit_override(monkeypatch, root, said):
         encoding="utf-8",
         newline="",
     )  # as an editor of Windows might
-    with pytest.raises(build.CompileError) as caught:
+    with pytest.raises(artifacts.CompileError) as caught:
         load(monkeypatch)
     lines = (place / "kernel.cu").read_text(encoding="utf-8").count("\n") + 1
     assert f'kernel.cu({lines}): error: identifier "no_such_name"' in str(caught.value)
@@ -133,7 +135,7 @@ def test_an_edited_source_stays_and_is_told_of(monkeypatch, root, said):
 
 
 def test_kernels_of_the_cache_and_of_bundles_are_dumped_too(monkeypatch, root, tmp_path):
-    made = build.artifact(SMALL, "sm_80")
+    made = artifacts.artifact(SMALL, "sm_80")
     load(monkeypatch)
     place = root / "sm_80" / SMALL.name
     assert (place / "kernel.cubin").read_bytes() == made.cubin

@@ -21,7 +21,7 @@ from fake_gpu import view
 from typer.testing import CliRunner
 
 import rtflash
-from rtflash import ahead, build, bundle, device, launch, record, select
+from rtflash import ahead, artifacts, build, bundle, device, layouts, nvrtc, record, select
 from rtflash.__main__ import import_tool
 from rtflash.describe import kvcache
 from rtflash.nvrtc import Resources
@@ -46,7 +46,9 @@ def fake_compile(log="", **resources):
 
     def compile(spec, arch, lines=True):
         used = dataclasses.replace(CLEAN, **resources)
-        return build.Artifact(spec, arch, b"\x7fELF", "// source", log, (), used, "0" * 12, None)
+        return artifacts.Artifact(
+            spec, arch, b"\x7fELF", "// source", log, (), used, "0" * 12, None
+        )
 
     return compile
 
@@ -56,9 +58,9 @@ def fake(monkeypatch):
     """Install a fake compiler."""
 
     def install(**options):
-        monkeypatch.setattr(build, "compile", fake_compile(**options))
+        monkeypatch.setattr(artifacts, "compile", fake_compile(**options))
         monkeypatch.setattr(generate.nvrtc, "version", lambda: (13, 0))
-        monkeypatch.setattr(build.nvrtc, "version", lambda: (13, 0))
+        monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
 
     return install
 
@@ -190,10 +192,10 @@ def test_a_fault_fails_unless_allowed(fake, found):
 
 def test_an_error_of_the_compiler_is_shown(fake, monkeypatch, tmp_path):
     def refuse(spec, arch, lines):
-        raise build.CompileError(spec, arch, (), "softmax.cuh(3): error: no", tmp_path)
+        raise artifacts.CompileError(spec, arch, (), "softmax.cuh(3): error: no", tmp_path)
 
     fake()
-    monkeypatch.setattr(build, "compile", refuse)
+    monkeypatch.setattr(artifacts, "compile", refuse)
     result = run("--arch", "sm_80", "--length", "even", "--mask", "full")
     assert result.exit_code == 1
     assert "softmax.cuh(3): error: no" in result.output
@@ -247,7 +249,7 @@ def test_launch_json_says_how_to_launch():
         few.shared_bytes,
     )
     fields = described["params"]
-    assert [field["name"] for field in fields] == list(launch.FORWARD.fields)
+    assert [field["name"] for field in fields] == list(layouts.FORWARD.fields)
     assert fields[1] == {"name": "k", "type": "pointer", "offset": 8}
     assert fields[-1]["type"] == "float32"
     assert described["params_bytes"] == -(-(fields[-1]["offset"] + 4) // 8) * 8
@@ -299,7 +301,7 @@ def test_bad_options_are_refused(wrong):
 
 def test_places_that_cannot_be_written_are_refused_before_the_work(fake, monkeypatch, tmp_path):
     fake()
-    monkeypatch.setattr(build, "compile", None)
+    monkeypatch.setattr(artifacts, "compile", None)
     file = tmp_path / "file"
     file.write_text("kept", encoding="utf-8")
     for option, place in [
@@ -462,7 +464,7 @@ def test_options_that_cannot_be_obeyed_are_refused_before_the_work(
     fake, monkeypatch, tmp_path, options, named
 ):
     fake()
-    monkeypatch.setattr(build, "compile", None)
+    monkeypatch.setattr(artifacts, "compile", None)
     monkeypatch.chdir(tmp_path)
     result = run(*options)
     assert result.exit_code == 2, result.output
@@ -540,7 +542,7 @@ def test_bundles_are_compiled_without_line_numbers(monkeypatch, tmp_path):
     spec = Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75)
     assert run("--arch", "sm_80", "--spec", record.text(spec), "--bundle", file).exit_code == 0
     made = bundle.code(bundle.read(file), spec, "sm_80")
-    with_lines = build.compile(spec, "sm_80").cubin
+    with_lines = artifacts.compile(spec, "sm_80").cubin
     assert made.cubin.startswith(b"\x7fELF")
     assert spec.name.encode() in made.cubin
     assert b".debug_line" not in made.cubin

@@ -10,7 +10,7 @@ import shlex
 import pytest
 
 import rtflash
-from rtflash import build, bundle, cache, device, dump, nvrtc, record
+from rtflash import artifacts, build, bundle, cache, device, dump, nvrtc, record
 from rtflash.__main__ import import_tool
 from rtflash.device import Device
 from rtflash.spec import Spec
@@ -37,7 +37,7 @@ def process(monkeypatch, tmp_path):
         for name, value in variables.items():
             monkeypatch.setenv(f"RTFLASH_{name}", str(value))
         bundle.read.cache_clear()
-        for module, name in ((build, "_kernels"), (build, "_unkept")):
+        for module, name in ((build, "_kernels"), (artifacts, "_unkept")):
             monkeypatch.setattr(module, name, {})
         for module, name in ((cache, "_warned"), (record, "_noted"), (dump, "_told")):
             monkeypatch.setattr(module, name, set())
@@ -92,9 +92,9 @@ def test_what_is_recorded_can_be_generated_and_runs_without_a_compiler(process, 
 
 def test_no_compile_takes_the_caches_kernel(process):
     made = process()()
-    count = build.compile_count
+    count = artifacts.compile_count
     assert process(NO_COMPILE=1)() == made
-    assert build.compile_count == count
+    assert artifacts.compile_count == count
 
 
 def test_the_command_of_a_missing_kernel_adds_it(process, tmp_path):

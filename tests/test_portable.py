@@ -17,7 +17,19 @@ import processes
 import pytest
 
 import rtflash
-from rtflash import build, bundle, cache, cxx, device, dump, nvrtc, record, select, settings
+from rtflash import (
+    artifacts,
+    build,
+    bundle,
+    cache,
+    cxx,
+    device,
+    dump,
+    nvrtc,
+    record,
+    select,
+    settings,
+)
 from rtflash.__main__ import import_tool
 from rtflash.spec import ROTARIES, AnySpec, AppendSpec, CombineSpec, Spec
 
@@ -272,7 +284,7 @@ def test_a_kernel_at_a_path_that_cannot_be_read_is_loaded_from_memory(tmp_path, 
     monkeypatch.setattr(cupy, "RawModule", refuse)
     monkeypatch.setattr(function, "Module", Module)
     used = nvrtc.Resources(0, 0, 0, 0, 0, 0.0)
-    made = build.Artifact(SMALL, "sm_80", b"code", "", "", (), used, KEY, tmp_path / "\udcc3")
+    made = artifacts.Artifact(SMALL, "sm_80", b"code", "", "", (), used, KEY, tmp_path / "\udcc3")
     assert build.raw_kernel(made).kernel == (SMALL.name, b"code")
 
 
@@ -289,11 +301,11 @@ ENCODINGS = [PLAIN, {"PYTHONIOENCODING": "cp1252"}]
 
 USE = """
 import sys
-from rtflash import build, device
+from rtflash import artifacts, build, device
 from rtflash.spec import Spec
 build.load = lambda made, gpu: build.Kernel(made.spec, made, 1, made.resources)
 made = build.kernel(Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75), device.for_arch("sm_80")).raw
-print(build.compile_count, ascii(str(made.origin or made.folder)))
+print(artifacts.compile_count, ascii(str(made.origin or made.folder)))
 """
 
 

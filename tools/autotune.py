@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from rtflash import build, device, nvrtc, tuned
+from rtflash import artifacts, device, nvrtc, tuned
 from rtflash.device import Device
 from rtflash.spec import DTYPES, AnySpec
 from rtflash.tiles import Tile
@@ -41,8 +41,8 @@ def faults(specs: Sequence[AnySpec], gpu: Device) -> list[str]:
 
     def look(spec: AnySpec) -> str:
         try:
-            used = build.artifact(spec, arch).resources
-        except build.CompileError as error:
+            used = artifacts.artifact(spec, arch).resources
+        except artifacts.CompileError as error:
             return f"does not compile, see {error.path}"
         return "spills" if used.spill_stores or used.spill_loads or used.local_bytes else ""
 

@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import rtflash
-from rtflash import build, bundle, device, nvrtc, record
+from rtflash import artifacts, bundle, device, nvrtc, record
 from rtflash.spec import DTYPES, MAX_HEAD_DIM, ROTARIES
 
 from . import wheel
@@ -52,8 +52,8 @@ def compile_all(chosen: Sequence[Variant], jobs: int, lines: bool = True) -> Ite
 
     def work(variant: Variant) -> Outcome:
         try:
-            return Outcome(variant, build.compile(*variant, lines=lines), "")
-        except build.CompileError as error:
+            return Outcome(variant, artifacts.compile(*variant, lines=lines), "")
+        except artifacts.CompileError as error:
             return Outcome(variant, None, str(error))
 
     with ThreadPoolExecutor(jobs) as pool:

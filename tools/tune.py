@@ -23,7 +23,7 @@ import typer
 if not __package__:  # run as a script: rtflash is beside tools/, installed or not
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rtflash import build, device, launch, nvrtc, select
+from rtflash import artifacts, build, device, launch, layouts, nvrtc, select
 from rtflash.__main__ import import_tool
 from rtflash.describe import dense
 from rtflash.device import KIB, Device
@@ -52,12 +52,12 @@ def make_call(kernel: build.Kernel, shared: int, gpu: Device, qkv: list[Any]) ->
     out = torch.full_like(qkv[0], math.nan)
     lse = out.new_full((problem.batch, problem.heads, problem.seqlen_q), math.nan).float()
     lengths = problem.seqlen_q, problem.seqlen_k
-    head = launch.forward_head(tensors, out.data_ptr(), lse.data_ptr(), *lengths)
-    rest = launch.forward_scalars(problem, grid, spec, tensors)
+    head = layouts.forward_head(tensors, out.data_ptr(), lse.data_ptr(), *lengths)
+    rest = layouts.forward_scalars(problem, grid, spec, tensors)
     stream = torch.cuda.current_stream().cuda_stream
 
     def call() -> Any:
-        launch.launch(kernel, grid, launch.FORWARD_HEAD, head, rest, stream, gpu.index)
+        launch.launch(kernel, grid, layouts.FORWARD_HEAD, head, rest, stream, gpu.index)
         return out, lse
 
     return call
@@ -95,7 +95,9 @@ def is_right(kernel: build.Kernel, shared: int, gpu: Device) -> bool:
     return True
 
 
-def load(made: build.Artifact | str, chip: Device, gpu: Device) -> tuple[build.Kernel, int] | str:
+def load(
+    made: artifacts.Artifact | str, chip: Device, gpu: Device
+) -> tuple[build.Kernel, int] | str:
     """The kernel, checked, and its shared bytes as padded; or why it is no candidate."""
     if isinstance(made, str):
         return made
