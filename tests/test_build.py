@@ -1,4 +1,4 @@
-"""build.py, artifacts.py and nvrtc.py: cubins without a GPU, resources, errors, and one compilation however many ask."""
+"""build.py, artifacts.py, nvrtc.py: cubins without a GPU, resources, errors, one compilation however many ask."""
 
 from __future__ import annotations
 

@@ -909,7 +909,7 @@ def test_parts_are_combined_where_they_are(
 def test_warmup_describes_calls_that_are_allowed(
     monkeypatch: pytest.MonkeyPatch, paged: bool, rotary: str
 ) -> None:
-    """One varlen call, and cache calls of one query and of many; whatever they need is compiled once."""
+    """One varlen call, and cache calls of many queries and of one; whatever they need is compiled once."""
     met: list[problem.Problem] = []
     monkeypatch.setattr(device, "get", lambda index: device.for_arch("sm_90a"))
     monkeypatch.setattr(
@@ -928,17 +928,21 @@ def test_warmup_describes_calls_that_are_allowed(
     needed = {spec.name for made in met for spec in every(made, device.for_arch("sm_90a"))}
     assert len(names) == len(set(names))
     assert set(names) == needed
-    dense, *met = met
-    assert not dense.ragged
-    assert [made.seqlen_q for made in met] == [4096, 1, 4096]
-    assert [made.mask for made in met] == ["causal", "full", "causal"]
-    assert all(made.ragged and made.alibi and made.heads == 4 for made in met)
+    assert not met[0].ragged
+    met = [made for made in met if made.ragged]
+    assert [made.seqlen_q for made in met] == [2, 2, 1]
+    assert [made.mask for made in met] == ["causal", "causal", "full"]
+    assert all(made.alibi and made.heads == 4 for made in met)
     assert {made.page_size for made in met} == {16 if paged else 0}
     assert [made.rotary for made in met] == ["none", rotary, rotary]
     with pytest.raises(ValueError, match="append is False"):
         rtflash.warmup(64, kvcache=True, rotary="halves")
     with pytest.raises(ValueError, match="rotary is 'yes'"):
         rtflash.warmup(64, kvcache=True, append=True, rotary="yes")
+    with pytest.raises(
+        ValueError, match="head_dim is 1; with rotary 'halves' it must be at least 2"
+    ):
+        rtflash.warmup(1, kvcache=True, append=True, rotary="halves")
 
 
 def test_warmup_without_a_gpu_names_what_works() -> None:

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import rtflash
 from rtflash import artifacts, bundle, device, nvrtc, record
+from rtflash.ahead import Inference
 from rtflash.spec import DTYPES, MAX_HEAD_DIM, ROTARIES
 
 from . import wheel
@@ -31,7 +32,6 @@ from .served import (
     FEATURES,
     LENGTHS,
     WINDOWS,
-    Inference,
     Variant,
     problems,
     table_variants,
