@@ -5,7 +5,8 @@ The public functions are FlashAttention-2's: `import rtflash as flash_attn` is a
 
 from .ahead import warmup
 from .api import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from .build import CompileError, MissingKernelError
+from .artifacts import CompileError
+from .build import MissingKernelError
 from .inference import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from . import build, device, problem, select
+from . import build, describe, device, select
 from .dlpack import row_major
-from .problem import Problem, Tensors
+from .problem import Problem
 from .spec import ROTARIES
 from .tensor import View
 
-# Sizes of the calls to come that choose among variants, or that no variant knows.
-BATCH, LENGTH, PAGE = 2, 4096, 16
-POSITIONS = (1, LENGTH)  # queries of a sequence: decoding, and prompts
+PAGE_SIZE = 16  # no variant knows it; that it is a multiple of 8 matters to Hopper's kernel
+
+
+class Inference(NamedTuple):
+    """Calls of inference beside the dense ones.
+
+    Attributes
+    ----------
+    varlen : flash_attn_varlen_func.
+    decode : flash_attn_with_kvcache, with lengths in a tensor or not, and dense calls with few queries.
+    paged : those two with a block table.
+    append, rotary : flash_attn_with_kvcache with k and v, and rotary tables: one of ROTARIES.
+    """
+
+    varlen: bool = False
+    decode: bool = False
+    paged: bool = False
+    append: bool = False
+    rotary: str = "none"
 
 
 def warmup(
@@ -67,6 +84,8 @@ def warmup(
         raise ValueError(f"rotary is {rotary!r}; it must be one of {', '.join(ROTARIES)}")
     if rotary != "none" and not append:
         raise ValueError(f"append is {append!r}; with rotary {rotary!r} it must be True")
+    if rotary != "none" and head_dim < 2:
+        raise ValueError(f"head_dim is {head_dim}; with rotary {rotary!r} it must be at least 2")
 
     def view(*shape: int, of: str = dtype) -> View:
         return View(0, shape, row_major(shape), of, device_index)
@@ -86,15 +105,10 @@ def warmup(
             f"{error} warmup compiles for a GPU that is there and loads the kernels on it; without one, `rtflash"
             " generate` renders and compiles them for any architecture"
         ) from error
-    dense = problem.dense(q, k, v, alibi_slopes=slopes, **options)  # type: ignore[arg-type]
+    dense = describe.dense(q, k, v, alibi_slopes=slopes, **options)  # type: ignore[arg-type]
     specs: dict[Any, None] = dict.fromkeys(select.every_variant(dense, gpu))
-    calls: list[Problem] = []
-    if varlen:
-        calls.append(varlen_call(view, dims, group, slopes, paged, options))
-    if kvcache:
-        tables = rotary if append else "none"
-        calls += kvcache_calls(view, dims, group, slopes, paged, append, tables, options)
-    for described in calls:
+    wanted = Inference(varlen, kvcache, paged, append, rotary)
+    for described in inference_calls(dense, wanted):
         specs.update(dict.fromkeys(select.every_variant(described, gpu)))
     with ThreadPoolExecutor() as pool:
         return [
@@ -102,57 +116,15 @@ def warmup(
         ]
 
 
-def varlen_call(
-    view: Callable[..., View],
-    dims: tuple[int, int],
-    group: int,
-    slopes: View | None,
-    paged: bool,
-    options: dict[str, Any],
-) -> Problem:
-    """A call of flash_attn_varlen_func to come."""
-    places = (BATCH * LENGTH // PAGE, PAGE) if paged else (BATCH * LENGTH,)
-    tensors = Tensors(
-        q=view(BATCH * LENGTH, group, dims[0]),
-        k=view(*places, 1, dims[0]),
-        v=view(*places, 1, dims[1]),
-        alibi_slopes=slopes,
-        cu_seqlens_q=view(BATCH + 1, of="int32"),
-        cu_seqlens_k=view(BATCH + 1, of="int32"),
-        block_table=view(BATCH, LENGTH // PAGE, of="int32") if paged else None,
-    )
-    return problem.varlen(tensors, LENGTH, LENGTH, **options)
-
-
-def kvcache_calls(
-    view: Callable[..., View],
-    dims: tuple[int, int],
-    group: int,
-    slopes: View | None,
-    paged: bool,
-    append: bool,
-    rotary: str,
-    options: dict[str, Any],
-) -> list[Problem]:
-    """Calls of flash_attn_with_kvcache to come: of one query and of many, with lengths in a tensor."""
-    places = (BATCH * LENGTH // PAGE, PAGE) if paged else (BATCH, LENGTH)
-    rotated = rotary != "none"
-    table = view(LENGTH, max(1, dims[0] // 2)) if rotated else None
-    calls = []
-    for rows in POSITIONS:
-        tensors = Tensors(
-            q=view(BATCH, rows, group, dims[0]),
-            k=view(*places, 1, dims[0]),
-            v=view(*places, 1, dims[1]),
-            alibi_slopes=slopes,
-            seqused_k=view(BATCH, of="int32"),
-            block_table=view(BATCH, LENGTH // PAGE, of="int32") if paged else None,
-            k_new=view(BATCH, rows, 1, dims[0]) if append else None,
-            v_new=view(BATCH, rows, 1, dims[1]) if append else None,
-            rotary_cos=table,
-            rotary_sin=table,
-        )
-        calls.append(
-            problem.kvcache(tensors, rotary_interleaved=rotary == "interleaved", **options)
-        )
-    return calls
+def inference_calls(dense: Problem, wanted: Inference) -> Iterator[Problem]:
+    """Calls whose `select.every_variant` are all that inference can need beside a dense call."""
+    placed = dataclasses.replace(dense, ragged=True, page_size=PAGE_SIZE if wanted.paged else 0)
+    if wanted.varlen:
+        yield placed
+    if wanted.decode:
+        yield dense
+        # A single query has no right bound: it would hide nothing.
+        one = dataclasses.replace(placed, seqlen_q=1, window_right=-1)
+        for call in (placed, one):
+            new = call.seqlen_q if wanted.append else 0
+            yield dataclasses.replace(call, seqlen_new=new, rotary=wanted.rotary)

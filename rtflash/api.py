@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import problem
+from . import describe
 from .call import Signature, Window, attend, pair, parts
 from .checks import Names
-from .problem import PLAIN, Problem, Tensors
+from .describe import PLAIN
+from .problem import Problem, Tensors
 
 
 def _check(tensors: Tensors, options: tuple[Any, ...], names: Names) -> Problem:
     dropout_p, softmax_scale, causal, window_size, softcap, num_splits = options
-    return problem.dense(
+    return describe.dense(
         tensors.q,
         tensors.k,
         tensors.v,

@@ -1,9 +1,9 @@
 """Bundles: one file of compiled kernels, which a machine without NVRTC loads.
 
-A zip file of `<arch>/<name>.cubin` and of `bundle.json`, which says for each kernel its variant, SHA-256 and resources,
-and for all of them which rtflash and which templates they were made from. Both must be those of this process: they
-decide the code and the layout of its argument. The NVRTC that compiled them may be any; the options that it had differ
-from those of the cache in line numbers alone.
+A zip file of `<arch>/<name>.cubin` (or .ptx) and of `bundle.json`, which says for each kernel its variant, SHA-256 and
+resources, and for all of them which rtflash and which templates they were made from. Both must be those of this
+process: they decide the code and the layout of its argument. The NVRTC that compiled them may be any; the options that
+it had differ from those of the cache in line numbers alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import sys
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import cache, record, render, settings
+from . import cache, nvrtc, record, render, settings
+from .device import Device
 from .spec import AnySpec
 
 SCHEMA = 1
@@ -42,7 +44,7 @@ class Packed(NamedTuple):
 
     Attributes
     ----------
-    spec, arch : the variant, and the architecture of its cubin.
+    spec, arch : the variant, and the architecture of its code, as in artifacts.Artifact.
     cubin : its code.
     options : what NVRTC was given.
     nvrtc : its version.
@@ -85,7 +87,12 @@ def maker() -> dict[str, object]:
 
 def place(spec: AnySpec, arch: str) -> str:
     """Where a kernel is in the zip file."""
-    return f"{arch}/{spec.name}.cubin"
+    return f"{arch}/{spec.name}.{suffix(arch)}"
+
+
+def suffix(arch: str) -> str:
+    """How the name of a file of code for an architecture ends."""
+    return "ptx" if nvrtc.is_ptx(arch) else "cubin"
 
 
 def pack(kernels: Iterable[Packed]) -> bytes:
@@ -128,7 +135,7 @@ def write(file: Path, data: bytes) -> None:
     new = file.with_name(f".{uuid.uuid4().hex[:8]}.new")
     try:
         new.write_bytes(data)
-        os.replace(new, file)
+        cache.patiently(os.replace, new, file)
     finally:
         cache.remove(new)
 
@@ -200,8 +207,18 @@ def code(bundle: Bundle, spec: AnySpec, arch: str) -> Packed | None:
         ) from None
 
 
-def find(spec: AnySpec, arch: str) -> tuple[Packed, Path] | None:
+def serving(archs: Iterable[str], device: Device) -> list[str]:
+    """The architectures out of `archs` whose code runs on a device: its own, then PTX, the newest first."""
+    own = device.major * 10 + device.minor
+    numbers = {int(x.removeprefix("compute_")) for x in archs if nvrtc.is_ptx(x)}
+    ptx = [f"compute_{number}" for number in sorted(numbers, reverse=True) if number <= own]
+    return [device.arch, *ptx] if device.arch in archs else ptx
+
+
+def find(spec: AnySpec, device: Device) -> tuple[Packed, Path] | None:
     """A kernel of RTFLASH_BUNDLE's files, else of the installed bundles, and its bundle; None where none has it.
+
+    Cubins for this very GPU come first, whichever bundle has them.
 
     Raises
     ------
@@ -209,10 +226,14 @@ def find(spec: AnySpec, arch: str) -> tuple[Packed, Path] | None:
         A file of RTFLASH_BUNDLE cannot be used, or none of them is for this architecture.
     """
     named = [read(file) for file in settings.get().bundles]
-    if named and not any(arch in bundle.archs for bundle in named):
+    if named and not any(serving(bundle.archs, device) for bundle in named):
         held = "; ".join(f"{x.file} is for {', '.join(x.archs) or 'none'}" for x in named)
-        raise BundleError(f"RTFLASH_BUNDLE has no kernels for {arch}, which this GPU is ({held})")
-    for bundle in (*named, *installed()):
+        raise BundleError(
+            f"RTFLASH_BUNDLE has no kernels for {device.arch}, which this GPU is ({held})"
+        )
+    bundles = (*named, *installed())
+    held_archs = {arch for bundle in bundles for arch in bundle.archs}
+    for arch, bundle in itertools.product(serving(held_archs, device), bundles):
         found = code(bundle, spec, arch)
         if found is not None:
             return found, bundle.file

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -35,6 +36,7 @@ LOCK = re.compile(rf"\.{FOLDER.pattern}\.lock")
 # A stopped process may hold a lock for ever; after this time the variant is compiled without it,
 # which is merely wasteful.
 LOCK_TIMEOUT_S = 60.0
+RENAME_PATIENCE_S = 2.0
 # A temporary folder lives for milliseconds; one of this age was left by a killed process.
 STALE_S = 3600.0
 
@@ -180,7 +182,7 @@ def store(place: Path, entry: Entry) -> None:
         record["checksum"] = checksum(record)
         for name, data in entry.files.items():
             (new / name).write_bytes(data)
-        (new / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        (new / RECORD).write_bytes(json.dumps(record, indent=1).encode())
         move(new, place)
     finally:
         remove(new)
@@ -190,7 +192,7 @@ def store(place: Path, entry: Entry) -> None:
 def move(new: Path, place: Path) -> None:
     """Rename a folder to its place: a valid one there stays, a damaged one is set aside first."""
     try:
-        os.rename(new, place)
+        patiently(os.rename, new, place)
         return
     except OSError:
         if not os.path.lexists(place):
@@ -198,11 +200,26 @@ def move(new: Path, place: Path) -> None:
         if load(place) is not None:
             return
     old = temporary(place, "old")
-    os.rename(place, old)
+    patiently(os.rename, place, old)
     try:
-        os.rename(new, place)
+        patiently(os.rename, new, place)
     finally:
         remove(old)
+
+
+def patiently(rename: Callable[[Path, Path], None], old: Path, new: Path) -> None:
+    """Rename by os.rename or os.replace; on Windows again and again for a while.
+
+    There it is refused as long as anybody has the files open: a reader, or a virus scanner that looks at what is new.
+    """
+    end = time.monotonic() + (RENAME_PATIENCE_S if sys.platform == "win32" else 0.0)
+    while True:
+        try:
+            return rename(old, new)
+        except PermissionError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(0.01)
 
 
 def checksum(record: Mapping[str, object]) -> str:
@@ -287,13 +304,13 @@ def keep_failed(name: str, key: str, text: str) -> Path | None:
         path = current.cache_dir / FAILED / f"{name}.{key}.cu"
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(text.encode())
             return path
     with contextlib.suppress(OSError):
         # A fresh name: others write in this folder too, and could have put a link at one that they can guess.
         descriptor, unique = tempfile.mkstemp(".cu", f"{name}.{key}.")
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(descriptor, "wb") as file:
+            file.write(text.encode())
         return Path(unique)
     return None
 

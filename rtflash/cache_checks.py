@@ -1,4 +1,4 @@
-"""What problem.py checks of sequences with lengths of their own: pages, caches, appended keys, rotary tables."""
+"""What describe.py checks of sequences with lengths of their own: pages, caches, appended keys, rotary tables."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from . import cpu, dlpack, lengths, plan, settings, tensor
 from .checks import Names, truth
-from .problem import ELEMENT_BYTES, Problem, Tensors
+from .problem import Problem, Tensors
+from .spec import ELEMENT_BYTES
 from .tensor import Framework, View
 from .tensor_base import ALIGN, Seen
 

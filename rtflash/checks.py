@@ -1,4 +1,4 @@
-"""What problem.py checks of options and tensors. A refusal names the argument, what it was and what it must be."""
+"""What describe.py checks of options and tensors. A refusal names the argument, what it was and what it must be."""
 
 from __future__ import annotations
 

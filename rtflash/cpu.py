@@ -29,7 +29,7 @@ def run(problem: Problem, tensors: Tensors, cache_seqlen: int = -1) -> tuple[Arr
 
     Parameters
     ----------
-    problem : what `problem.varlen` or `problem.kvcache` returned for these tensors.
+    problem : what `describe.varlen` or `describe.kvcache` returned for these tensors.
     tensors : arrays that passed `lengths.check`, with any strides; fp16 as float16, bf16 as `ml_dtypes.bfloat16` or as
         its bits in uint16. k and v are written if there is k_new.
     cache_seqlen : keys that the cache holds of each sequence, without the new ones; -1: seqused_k says it, or the

@@ -58,7 +58,7 @@ def forward(
 
     Parameters
     ----------
-    problem : what `problem.dense` returned for these arrays.
+    problem : what `describe.dense` returned for these arrays.
     q, k, v : (batch, seqlen_q, heads, head_dim), (batch, seqlen_k, heads_k, head_dim) and (batch,
         seqlen_k, heads_k, head_dim_v), with any strides. fp16 as float16; bf16 as
         `ml_dtypes.bfloat16` or as its bits in uint16.

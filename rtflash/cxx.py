@@ -6,10 +6,13 @@ compiled alone and linked with it. Both are kept in the cache of the cubins.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from . import build, cache, render, settings
+from . import artifacts, cache, render, settings
 from .spec import ISAS, AnySpec
 
 TARGET = "host"
@@ -73,29 +76,37 @@ def find() -> Compiler:
     RuntimeError
         There is none, it does not run, or the system is not one that the runtime knows.
     """
-    if os.name != "posix":
-        raise RuntimeError(f"emulated kernels need Linux or macOS; this is {sys.platform}")
+    if sys.platform == "win32":
+        raise RuntimeError("emulated kernels need Linux or macOS; this is Windows (WSL is a Linux)")
     wanted = settings.get().cxx
-    names = (wanted.split()[0],) if wanted else COMPILERS
-    for name in names:
+    for name, *added in commands(wanted):
         path = shutil.which(name)
         if path is not None:
-            return describe(path, tuple(wanted.split()[1:]))
+            return describe(path, tuple(added))
     missing = f"RTFLASH_CXX is {wanted!r}, which is no program" if wanted else "no C++ compiler"
     raise RuntimeError(f"{missing}: {INSTALL}")
+
+
+def commands(wanted: str) -> list[list[str]]:
+    """What RTFLASH_CXX may mean: a program, in whose path are spaces; one and its options, quoted as for a shell."""
+    if not wanted:
+        return [[name] for name in COMPILERS]
+    with contextlib.suppress(ValueError):  # a quote that nothing closes
+        return [[wanted], shlex.split(wanted)]
+    return [[wanted]]
 
 
 @functools.cache
 def describe(path: str, options: tuple[str, ...]) -> Compiler:
     """The compiler at a path, which is asked for its version."""
     try:
-        said = subprocess.run([path, "--version"], check=True, capture_output=True, text=True)
+        said = subprocess.run([path, "--version"], check=True, capture_output=True)
         trial = [path, POISON, "-x", "c++", "-E", os.devnull]
         poisons = subprocess.run(trial, capture_output=True).returncode == 0
     except (OSError, subprocess.CalledProcessError) as error:
         raise RuntimeError(f"{path} does not run ({error}): {INSTALL}") from error
     added = (POISON, *options) if poisons else options
-    return Compiler(path, added, said.stdout.split("\n", 1)[0])
+    return Compiler(path, added, said.stdout.decode(errors="replace").split("\n", 1)[0])
 
 
 def library(spec: AnySpec, folder: Path | None = None) -> ctypes.CDLL:
@@ -115,7 +126,7 @@ def library(spec: AnySpec, folder: Path | None = None) -> ctypes.CDLL:
     found = _libraries.get((spec, folder))
     if found is not None:
         return found
-    with build.lock_of(TARGET, spec, folder):
+    with artifacts.lock_of(TARGET, spec, folder):
         if (spec, folder) not in _libraries:
             _libraries[spec, folder] = load(*obtain(find(), spec, folder))
     return _libraries[spec, folder]
@@ -138,7 +149,7 @@ def cache_key(compiler: Compiler, variables: dict[str, str], digest: str) -> str
 
     identity = (compiler.path, compiler.version, *compiler.options)
     options = (*identity, *RUNTIME_OPTIONS, *KERNEL_OPTIONS)
-    arch = f"{TARGET}-{os.uname().machine}"
+    arch = f"{TARGET}-{platform.machine()}"
     return cache.key(variables, arch, options, digest, (0, 0), __version__)
 
 
@@ -154,7 +165,7 @@ def make_kernel(compiler: Compiler, spec: AnySpec, folder: Path | None, key: str
     binary, log = run(command, inputs, "kernel.so")
     if binary is None:
         path = cache.keep_failed(f"{spec.name}_{TARGET}", key, source)
-        raise build.CompileError(spec, TARGET, tuple(command), log, path)
+        raise artifacts.CompileError(spec, TARGET, tuple(command), log, path)
     compile_count += 1
     logger = settings.logger()
     logger.info("compiled %s for the host: %.2f s", spec.name, time.perf_counter() - start)
@@ -178,7 +189,7 @@ def runtime_object(compiler: Compiler, folder: Path | None) -> bytes:
         files |= {"runtime.o": binary, "build.log": log.encode()}
         return cache.Entry(files, {"arch": TARGET, "options": command})
 
-    with build.lock_of(TARGET, key):
+    with artifacts.lock_of(TARGET, key):
         if key not in _runtimes:
             if settings.get().cache:
                 entry, _ = cache.obtain(cache.folder(RUNTIME, key), make)
@@ -193,9 +204,9 @@ def run(command: list[str], inputs: Mapping[str, bytes], output: str) -> tuple[b
     with tempfile.TemporaryDirectory(prefix="rtflash-") as scratch:
         for name, content in inputs.items():
             Path(scratch, name).write_bytes(content)
-        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=scratch, capture_output=True)
         made = Path(scratch, output).read_bytes() if done.returncode == 0 else None
-        return made, done.stderr
+        return made, done.stderr.decode(errors="replace")
 
 
 def load(place: Path, entry: cache.Entry, kept: bool) -> ctypes.CDLL:

@@ -6,7 +6,6 @@ Both have a folder `<arch>/<name>/` for each variant, as `rtflash generate --out
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -148,7 +147,7 @@ def disassemble(cubin: Path) -> str:
 
 def find(program: str) -> str | None:
     """Path of a CUDA program on PATH or in NVIDIA's wheels, None where there is none."""
-    name = f"{program}.exe" if os.name == "nt" else program
+    name = f"{program}.exe" if sys.platform == "win32" else program
     wheels = (Path(place, "nvidia") for place in sys.path if place)
     found = (path for place in wheels for path in place.glob(f"*/bin/{name}") if path.is_file())
     return shutil.which(program) or next(map(str, found), None)

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import device, guarded, launch, select, settings, tensor_map
-from . import problem as problems
+from . import checks, device, guarded, layouts, select, settings, tensor_map
 from .cxx import why_not as why_not
 from .dlpack import row_major
 from .guarded import READ, REWRITE, UPDATE, WRITE, Guarded, How, output, start, unwritten, view
@@ -63,7 +62,7 @@ def run_call(
     tensors = readable(tensors)
     views = [view(x) for x in tensors[:3]]
     problem = dataclasses.replace(
-        problem, align=problems.alignment(*views), boxes=all(map(tensor_map.fits, views))
+        problem, align=checks.alignment(*views), boxes=all(map(tensor_map.fits, views))
     )
     spec, grid = select.forward(problem, device.for_arch(arch))
     report = attend(spec, grid, problem, tensors, cache_seqlen, How(seed), True)
@@ -158,7 +157,7 @@ def run_combine(
     out = output(call.out_shape, DTYPES[call.dtype])
     lse = output(call.out_shape[:-1], np.float32)
     spec, grid = select.combine(call, is_aligned(o.view))
-    rest = launch.combine_scalars(call, o.view, sums.view, row_major(call.out_shape[:-1]))
+    rest = layouts.combine_scalars(call, o.view, sums.view, row_major(call.out_shape[:-1]))
     outcome = merge(spec, grid, (o, sums, out, lse), rest, How(seed, workers, templates))
     return finish(spec, out, lse, [outcome], check)
 
@@ -188,9 +187,9 @@ def attend(
     outcomes = []
     if p.seqlen_new:
         appender, append_grid = select.append(p)
-        head = launch.APPEND_HEAD.pack(*launch.append_head(views, *lengths))
-        uses = inputs(launch.APPEND, given) | {name: (given[name], REWRITE) for name in "kv"}
-        params = head + launch.append_scalars(p, views)
+        head = layouts.APPEND_HEAD.pack(*layouts.append_head(views, *lengths))
+        uses = inputs(layouts.APPEND, given) | {name: (given[name], REWRITE) for name in "kv"}
+        params = head + layouts.append_scalars(p, views)
         outcomes.append(start(appender, append_grid, params, uses, how))
 
     out, lse = output(p.out_shape, tensors.q.dtype), output(p.lse_shape, np.float32)
@@ -199,15 +198,15 @@ def attend(
         shapes = {"o_partial": p.out_shape, "lse_partial": p.lse_shape}
         written = {name: output((grid.splits, *shapes[name]), np.float32) for name in shapes}
     o, sums = written.values()
-    values = launch.forward_head(views, o.view.ptr, sums.view.ptr, *lengths)
+    values = layouts.forward_head(views, o.view.ptr, sums.view.ptr, *lengths)
     counter = Guarded(np.zeros(1, np.int32)) if grid.draws else None
     if spec.isa == 90:
         next_tile = 0 if counter is None else counter.view.ptr
-        head = launch.FORWARD_TMA_HEAD.pack(*emulated_maps(spec, p, views), next_tile, *values)
+        head = layouts.FORWARD_TMA_HEAD.pack(*emulated_maps(spec, p, views), next_tile, *values)
     else:
-        head = launch.FORWARD_HEAD.pack(*values)
-    params = head + launch.forward_scalars(p, grid, spec, views)
-    uses = inputs(launch.FORWARD, given) | {name: (x, WRITE) for name, x in written.items()}
+        head = layouts.FORWARD_HEAD.pack(*values)
+    params = head + layouts.forward_scalars(p, grid, spec, views)
+    uses = inputs(layouts.FORWARD, given) | {name: (x, WRITE) for name, x in written.items()}
     if counter is not None:
         uses["next_tile"] = counter, UPDATE
     outcomes.append(start(spec, grid, params, uses, how))
@@ -215,7 +214,7 @@ def attend(
         call = select.splits_combine(p, grid.splits)
         combiner, combine_grid = select.combine(call, True)
         o_partial, lse_partial = partials(p, grid.splits, -1)
-        rest = launch.combine_scalars(call, o_partial, lse_partial, lse_partial.strides[1:])
+        rest = layouts.combine_scalars(call, o_partial, lse_partial, lse_partial.strides[1:])
         outcomes.append(merge(combiner, combine_grid, (o, sums, out, lse), rest, how))
     report = finish(spec, out, lse, outcomes, check)
     if p.seqlen_new and p.batch:
@@ -232,7 +231,7 @@ def emulated_maps(spec: Spec, problem: Problem, views: Tensors) -> list[bytes]:
     ]
 
 
-def inputs(layout: launch.Layout, given: dict[str, Guarded]) -> dict[str, tuple[Guarded, int]]:
+def inputs(layout: layouts.Layout, given: dict[str, Guarded]) -> dict[str, tuple[Guarded, int]]:
     """The tensors that a kernel's Params point to, to be read."""
     names = {field.removeprefix("sequences.") for field in layout.pointers}
     return {name: (tensor, READ) for name, tensor in given.items() if name in names}
@@ -245,11 +244,11 @@ def merge(
     rest: bytes,
     how: How,
 ) -> Outcome:
-    """Launch the combine kernel; `tensors`: those of launch.COMBINE.pointers, in their order."""
-    head = launch.COMBINE_HEAD.pack(*(tensor.view.ptr for tensor in tensors))
+    """Launch the combine kernel; `tensors`: those of layouts.COMBINE.pointers, in their order."""
+    head = layouts.COMBINE_HEAD.pack(*(tensor.view.ptr for tensor in tensors))
     uses = zip(tensors, (READ, READ, WRITE, WRITE), strict=True)
     return start(
-        spec, grid, head + rest, dict(zip(launch.COMBINE.pointers, uses, strict=True)), how
+        spec, grid, head + rest, dict(zip(layouts.COMBINE.pointers, uses, strict=True)), how
     )
 
 

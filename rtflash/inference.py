@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from . import problem, tensor
+from . import describe, tensor
 from .api import KV, QKV
 from .call import Signature, Window, attend, pair, parts
 from .checks import Names
-from .problem import PLAIN, Problem, Tensors
+from .describe import PLAIN
+from .problem import Problem, Tensors
 
 
 def _check_varlen(tensors: Tensors, options: tuple[Any, ...], names: Names) -> Problem:
     max_q, max_k, dropout_p, softmax_scale, causal, window_size, softcap, num_splits = options
-    return problem.varlen(
+    return describe.varlen(
         tensors,
         max_q,
         max_k,
@@ -32,7 +33,7 @@ def _check_varlen(tensors: Tensors, options: tuple[Any, ...], names: Names) -> P
 
 def _check_kvcache(tensors: Tensors, options: tuple[Any, ...], names: Names) -> Problem:
     softmax_scale, causal, window_size, softcap, interleaved, num_splits, counted = options
-    return problem.kvcache(
+    return describe.kvcache(
         tensors,
         softmax_scale=softmax_scale,
         causal=causal,

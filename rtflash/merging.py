@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import cpu, device, dlpack, launch, partials, select, settings, tensor
+from . import cpu, device, dlpack, launch, layouts, partials, select, settings, tensor
 from .call import host, views_of
 from .partials import Combine
 from .plan import ready
@@ -232,7 +232,7 @@ def run_combine(
         return
     stream = library.stream(index)
     kernel = ready(spec, device.get(index), stream)
-    rest = launch.combine_scalars(call, out_partial, lse_partial, lse_strides)
+    rest = layouts.combine_scalars(call, out_partial, lse_partial, lse_strides)
     values = (out_partial.ptr, lse_partial.ptr, out, lse)
-    launch.launch(kernel, grid, launch.COMBINE_HEAD, values, rest, stream, index)
+    launch.launch(kernel, grid, layouts.COMBINE_HEAD, values, rest, stream, index)
     library.hold(stream, index, views)

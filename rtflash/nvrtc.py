@@ -37,7 +37,7 @@ class Resources:
 def options(arch: str, lines: bool = True) -> tuple[str, ...]:
     """NVRTC's options; `lines`: whether the code tells profilers its lines, which more than doubles its size."""
     flags = [f"-arch={arch}", "-std=c++17", "-default-device", *(["-lineinfo"] if lines else [])]
-    if not arch.startswith("compute_"):
+    if not is_ptx(arch):
         flags.append("--ptxas-options=-v")
     if version() >= (13, 0):
         # NVRTC's own cache would answer a repeated source without ptxas' report.
@@ -48,6 +48,8 @@ def options(arch: str, lines: bool = True) -> tuple[str, ...]:
 def run(text: str, name: str, arch: str, flags: tuple[str, ...]) -> tuple[bytes | None, str]:
     """(binary, log) of a source; the binary is None if it does not compile."""
     nvrtc = import_nvrtc()
+    # A path of bytes that are no text has surrogates, which CuPy cannot encode; the name is only for messages.
+    name = name.encode(errors="backslashreplace").decode()
     program = nvrtc.createProgram(text, name, (), ())
     try:
         try:
@@ -55,13 +57,18 @@ def run(text: str, name: str, arch: str, flags: tuple[str, ...]) -> tuple[bytes 
         except nvrtc.NVRTCError as error:
             return None, nvrtc.getProgramLog(program).rstrip("\0") or str(error)
         log = nvrtc.getProgramLog(program).rstrip("\0")
-        if arch.startswith("compute_"):
+        if is_ptx(arch):
             ptx = nvrtc.getPTX(program)  # text in older CuPy
             return ptx.encode() if isinstance(ptx, str) else ptx.rstrip(b"\0"), log
         # CuPy (14.2) takes a cubin for a string and drops its last byte, a zero that disassemblers miss.
         return nvrtc.getCUBIN(program) + b"\0", log
     finally:
         nvrtc.destroyProgram(program)
+
+
+def is_ptx(arch: str) -> bool:
+    """Whether code for an architecture is PTX ("compute_90"), which the driver compiles, and no cubin ("sm_90a")."""
+    return arch.startswith("compute_")
 
 
 def parse_resources(log: str, seconds: float) -> Resources:
@@ -135,3 +142,14 @@ def target_arch(device: Device) -> str:
             f"{known[0]} and newer: install an older CuPy and NVRTC"
         )
     return f"compute_{max(older)}"
+
+
+def arch_on(device: Device) -> str:
+    """The name under which variants on a device are recorded, dumped, overridden and looked for in the cache.
+
+    That is what they are compiled for; where nothing can be, the device's own architecture.
+    """
+    try:
+        return target_arch(device)
+    except (ImportError, RuntimeError):
+        return device.arch

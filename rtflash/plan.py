@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from . import build, device, launch, lengths, select, settings, tensor_map
+from . import build, device, launch, layouts, lengths, select, settings, tensor_map
 from .dlpack import row_major
 from .problem import Problem, Tensors
 from .spec import AnySpec, Spec
@@ -28,7 +28,7 @@ MAP_MARKS = tuple(place * MARK for place in MAPS)
 
 
 class Launch(NamedTuple):
-    """A launch to be; `head`: one of launch.*_HEAD; `marks`: what it packs; `rest`: what launch.*_scalars packed."""
+    """A launch to be; `head`: one of layouts.*_HEAD; `marks`: what it packs; `rest`: what layouts.*_scalars packed."""
 
     spec: AnySpec
     grid: select.Grid
@@ -123,29 +123,29 @@ def workspace_elements(call: Problem, spec: Spec, grid: select.Grid) -> int:
 def append_launch(call: Problem, tensors: Tensors, marked: Tensors) -> list[Launch]:
     """What writes new keys and values into the cache."""
     spec, grid = select.append(call)
-    head = launch.append_head(marked, *LENGTHS)
-    scalars = launch.append_scalars(call, tensors)
-    return [Launch(spec, grid, launch.APPEND_HEAD, head, scalars)]
+    head = layouts.append_head(marked, *LENGTHS)
+    scalars = layouts.append_scalars(call, tensors)
+    return [Launch(spec, grid, layouts.APPEND_HEAD, head, scalars)]
 
 
 def forward_launches(
     call: Problem, spec: Spec, grid: select.Grid, tensors: Tensors, marked: Tensors
 ) -> list[Launch]:
     """The forward, and after a split one the merge of what it writes into the workspace."""
-    scalars = launch.forward_scalars(call, grid, spec, tensors)
+    scalars = layouts.forward_scalars(call, grid, spec, tensors)
     o, lse = partials(call, grid.splits, tensors.q.device, WORKSPACE * MARK)
     written = (o.ptr, lse.ptr) if spec.split else OUTPUTS
-    layout, head = launch.FORWARD_HEAD, launch.forward_head(marked, *written, *LENGTHS)
+    layout, head = layouts.FORWARD_HEAD, layouts.forward_head(marked, *written, *LENGTHS)
     if spec.isa == 90:
         counter = WORKSPACE * MARK + 4 * partial_elements(call, spec, grid) if grid.draws else 0
-        layout, head = launch.FORWARD_TMA_HEAD, (*MAP_MARKS, counter, *head)
+        layout, head = layouts.FORWARD_TMA_HEAD, (*MAP_MARKS, counter, *head)
     launches = [Launch(spec, grid, layout, head, scalars)]
     if spec.split:
         merge = select.splits_combine(call, grid.splits)
         combiner, combine_grid = select.combine(merge, True)
-        rest = launch.combine_scalars(merge, o, lse, lse.strides[1:])
+        rest = layouts.combine_scalars(merge, o, lse, lse.strides[1:])
         launches.append(
-            Launch(combiner, combine_grid, launch.COMBINE_HEAD, written + OUTPUTS, rest)
+            Launch(combiner, combine_grid, layouts.COMBINE_HEAD, written + OUTPUTS, rest)
         )
     return launches
 

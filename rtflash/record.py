@@ -17,14 +17,15 @@ from . import cache, settings
 from .spec import AnySpec, AppendSpec, CombineSpec, Spec
 
 KERNELS: dict[str, Any] = {"forward": Spec, "combine": CombineSpec, "append": AppendSpec}
-# It is also a folder's name.
-ARCH = re.compile(r"sm_\d+[af]?")
+# They are also names of folders. PTX is for a GPU that NVRTC does not know.
+PTX = re.compile(r"compute_\d{2,3}")
+ARCH = re.compile(rf"sm_\d+[af]?|{PTX.pattern}")
 
 _noted: set[tuple[Path, str]] = set()
 
 
 def described(spec: AnySpec, arch: str) -> dict[str, object]:
-    """A variant for an architecture as a JSON object; `parse` reads it."""
+    """A variant for an architecture, as in artifacts.Artifact, as a JSON object; `parse` reads it."""
     kernel = next(name for name, kind in KERNELS.items() if type(spec) is kind)
     return {"arch": arch, "kernel": kernel, "spec": spec.to_dict()}
 

@@ -398,4 +398,5 @@ def table_problem(head_dim: int, dtype: str, mask: str, features: dict[str, floa
         softcap=features.get("softcap", 0.0),
         alibi="alibi" in features,
         align=16,
+        boxes=True,
     )

@@ -21,7 +21,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 from backends import EMULATED, Backend
 from backends import backend as make_backend
 
-from rtflash import build, cxx, device, emulate, nvrtc, select
+from rtflash import artifacts, cxx, device, emulate, nvrtc, select
 from rtflash.problem import Problem
 from rtflash.spec import AnySpec
 
@@ -61,7 +61,7 @@ def compiled_ahead(request: pytest.FixtureRequest, cache_folder: Path) -> int:
     }
     arch = nvrtc.target_arch(gpu)
     with progress(request.config, f"compiling {len(specs)} kernels for the GPU ahead"):
-        on_all_cores(lambda spec: build.artifact(spec, arch), list(specs))
+        on_all_cores(lambda spec: artifacts.artifact(spec, arch), list(specs))
     return len(specs)
 
 

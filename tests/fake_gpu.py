@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rtflash import build, call, device, launch, tensor, tensor_map
+from rtflash import build, call, device, launch, layouts, tensor, tensor_map
 from rtflash.spec import AnySpec, AppendSpec, CombineSpec, Spec
 from rtflash.tensor import Framework, View
 from rtflash.tensor_map import TensorMap
 
-LAYOUTS: dict[type, launch.Layout] = {
-    Spec: launch.FORWARD,
-    CombineSpec: launch.COMBINE,
-    AppendSpec: launch.APPEND,
+LAYOUTS: dict[type, layouts.Layout] = {
+    Spec: layouts.FORWARD,
+    CombineSpec: layouts.COMBINE,
+    AppendSpec: layouts.APPEND,
 }
 STREAM = 7
 FIRST = 2**40  # address of what a Library allocates first
@@ -98,7 +98,7 @@ class FakeGpu:
         self.current = 0
         self.was_set: list[int] = []
         self.kernels: list[build.Kernel] = []
-        params = (ctypes.c_uint64 * (-(-launch.PARAMS_BYTES // 8)))()
+        params = (ctypes.c_uint64 * (-(-layouts.PARAMS_BYTES // 8)))()
         self.arguments = types.SimpleNamespace(
             bytes=memoryview(params).cast("B"),
             address=ctypes.addressof(params),
@@ -134,7 +134,7 @@ class FakeGpu:
         spec = self.kernels[function].spec
         layout = LAYOUTS[type(spec)]
         if getattr(spec, "isa", 0) == 90:
-            layout = launch.FORWARD_TMA
+            layout = layouts.FORWARD_TMA
         form = layout.head.format + layout.rest.format.removeprefix("<")
         values = struct.unpack_from(form, self.arguments.bytes)
         params = dict(zip(layout.fields, values, strict=True))

@@ -29,8 +29,8 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from schedule import check_traffic
 
-from rtflash import emulate, inference, problem, render
-from rtflash.build import CompileError
+from rtflash import checks, emulate, inference, render
+from rtflash.artifacts import CompileError
 from rtflash.problem import Problem, Tensors
 from rtflash.report import EmulationError
 from rtflash.spec import Spec
@@ -1427,7 +1427,7 @@ def run_dense(probe: Probe, templates: Path | None) -> None:
         View(x.ctypes.data, x.shape, tuple(s // 2 for s in x.strides), call.dtype, -1)
         for x in (q, k, v)
     )
-    described = dataclasses.replace(call.problem(), align=problem.alignment(*views))
+    described = dataclasses.replace(call.problem(), align=checks.alignment(*views))
     report = emulate.run(
         probe.spec(described),
         described,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from reference import kvcache, varlen
 
 import rtflash
-from rtflash import inference, problem
+from rtflash import describe, inference, problem
 from rtflash.tensor import View
 
 on_all = pytest.mark.parametrize("backend", ALL_BACKENDS, indirect=True)
@@ -133,7 +133,7 @@ class VarlenCall(Options):
         """What rtflash will see, for compiling ahead."""
         views = views_of(self)
         tensors = inference.VARLEN.arrange(*(views.get(x) for x in inference.VARLEN.inputs))
-        return problem.varlen(
+        return describe.varlen(
             tensors, *self.longest, num_splits=self.num_splits, **self.keywords
         )  # fmt: skip
 
@@ -198,7 +198,7 @@ class CacheCall(Options):
         views = views_of(self)
         tensors = inference.KVCACHE.arrange(*(views.get(x) for x in inference.KVCACHE.inputs))
         counted = isinstance(self.lengths, int)
-        return problem.kvcache(
+        return describe.kvcache(
             tensors, num_splits=self.num_splits, counted=counted, **self.keywords
         )  # fmt: skip
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import rtflash
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -19,6 +21,14 @@ def environment(**more: str) -> dict[str, str]:
     root = str(Path(rtflash.__file__).resolve().parents[1])
     path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return {**os.environ, "PYTHONPATH": path, **more}
+
+
+def link(path: Path, target: Path) -> None:
+    """A symbolic link; on Windows not everybody may make one."""
+    try:
+        path.symlink_to(target)
+    except OSError as error:
+        pytest.skip(f"no symbolic links here: {error}")
 
 
 def start(head_dim: int, cache: Path) -> subprocess.Popen[str]:

@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from rtflash import build, bundle, cache, device, render, select, tuned
+from rtflash import artifacts, bundle, cache, device, render, select, tuned
 from rtflash.__main__ import import_tool
 from rtflash.nvrtc import Resources
 from rtflash.tiles import Tile
@@ -192,7 +192,7 @@ def test_rows_that_cannot_be_are_passed_over_with_a_warning(edit):
 def test_a_file_of_something_else_is_passed_over_with_a_warning(folder, text):
     before = chosen()
     folder.mkdir()
-    (folder / tuned.FILE).write_text(text)
+    (folder / tuned.FILE).write_text(text, encoding="utf-8")
     tuned.used.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"tuned\.json holds no tiles"):
         assert chosen() == before
@@ -224,7 +224,7 @@ def fake_gpu(monkeypatch):
     def artifact(spec, arch):
         spills = getattr(spec, "block_m", 0) and trial.label(shapes.tile_of(spec)) in fake.spilling
         used = Resources(128, 0, 0, 8 if spills else 0, 0, 0.1)
-        return build.Artifact(spec, arch, b"", "", "", (), used, "", None)
+        return artifacts.Artifact(spec, arch, b"", "", "", (), used, "", None)
 
     def measure(shape, table, tiles):
         return {x: fake.times.get(trial.label(x), 0.010) for x in tiles}
@@ -232,7 +232,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(autotune.bench, "why_not", lambda: None)
     monkeypatch.setattr(device, "get", lambda index: A100)
     monkeypatch.setattr(autotune.nvrtc, "target_arch", lambda gpu: gpu.arch)
-    monkeypatch.setattr(build, "artifact", artifact)
+    monkeypatch.setattr(artifacts, "artifact", artifact)
     monkeypatch.setattr(autotune, "measure", measure)
     return fake
 
@@ -249,7 +249,7 @@ def test_the_winner_is_kept_shown_and_used(fake_gpu, tmp_path):
     assert "1.250" in result.output
     assert "spills" in result.output
     assert chosen() == TILE
-    rows = json.loads(report.read_text())
+    rows = json.loads(report.read_text(encoding="utf-8"))
     assert [row.get("us") for row in rows] == [10.0, 8.0, None, None]
     assert image.stat().st_size > 1000
     assert "1 tile for A100" in " ".join(CliRunner().invoke(cli.app, ["info"]).output.split())
@@ -278,7 +278,7 @@ def test_a_tile_that_spills_in_another_call_is_not_kept(fake_gpu):
 
 
 def test_kept_where_nothing_can_be_written(fake_gpu, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
     monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "file" / "x"))
     fake_gpu.times = {"m64x64_w4s1_b2": 0.005}
     result = run("--mask", "causal", "--tile", "m64x64_w4s1_b2")
@@ -338,7 +338,7 @@ def test_tuning_on_the_gpu(tmp_path):
         tiles = ",".join(map(trial.label, others))
         result = run("--mask", "causal", *options, "--tile", tiles, "--json", file)
         assert result.exit_code == 0, result.output
-        rows = json.loads(file.read_text())
+        rows = json.loads(file.read_text(encoding="utf-8"))
         assert rows[0]["us"] > 0
         assert all(row.get("us", 1) > 0 for row in rows)
         best = chosen(shape, gpu)

@@ -1,4 +1,4 @@
-"""build.py and nvrtc.py: cubins without a GPU, resources, errors, and one compilation however many ask."""
+"""build.py, artifacts.py, nvrtc.py: cubins without a GPU, resources, errors, one compilation however many ask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import rtflash
-from rtflash import build, cache, device, nvrtc, render
+from rtflash import artifacts, build, cache, device, nvrtc, render
 from rtflash.device import Device
 from rtflash.spec import Spec
 
@@ -36,15 +36,15 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.delenv("RTFLASH_CACHE", raising=False)
     monkeypatch.setattr(cache, "_warned", set())
     monkeypatch.setattr(build, "_kernels", {})
-    monkeypatch.setattr(build, "_unkept", {})
-    monkeypatch.setattr(build, "compile_count", 0)
+    monkeypatch.setattr(artifacts, "_unkept", {})
+    monkeypatch.setattr(artifacts, "compile_count", 0)
     return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """A compiled variant, for tests that are about its folder."""
-    return build.compile(SMALL, "sm_80")
+    return artifacts.compile(SMALL, "sm_80")
 
 
 def fake_device(major: int, minor: int) -> Device:
@@ -61,7 +61,7 @@ def test_nvrtc_takes_every_supported_architecture(arch):
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
 def test_compiles_without_a_gpu(arch):
-    made = build.compile(SMALL, arch)
+    made = artifacts.compile(SMALL, arch)
     assert made.cubin.startswith(b"\x7fELF")
     assert SMALL.name.encode() in made.cubin
     assert 16 < made.resources.registers <= 255
@@ -72,7 +72,7 @@ def test_compiles_without_a_gpu(arch):
     assert made.warnings == ()
     assert f"-arch={arch}" in made.options
     assert made.folder is None
-    assert build.compile_count == 1
+    assert artifacts.compile_count == 1
 
 
 def test_resources_are_read_from_the_log():
@@ -103,7 +103,7 @@ def test_warnings_are_kept(monkeypatch):
         "ptxas info : (C7510) Potential Performance Loss: wgmma serialized\nptxas warning : slow\n"
     )
     monkeypatch.setattr(nvrtc, "run", lambda *_: (b"code", log))
-    assert [line[:8] for line in build.compile(SMALL, "sm_80").warnings] == [
+    assert [line[:8] for line in artifacts.compile(SMALL, "sm_80").warnings] == [
         "a.cuh(3)",
         "ptxas in",
         "ptxas wa",
@@ -115,8 +115,8 @@ def test_error_names_template_line_source_and_options(monkeypatch, folder):
     texts["softmax.cuh"] += "int oops = undeclared_name;\n"
     line = texts["softmax.cuh"].count("\n")
     monkeypatch.setattr(render, "templates", lambda folder=None: texts)
-    with pytest.raises(build.CompileError) as caught:
-        build.artifact(SMALL, "sm_80")
+    with pytest.raises(artifacts.CompileError) as caught:
+        artifacts.artifact(SMALL, "sm_80")
     error, message = caught.value, str(caught.value)
     assert SMALL.name in message
     assert f'softmax.cuh({line}): error: identifier "undeclared_name" is undefined' in message
@@ -124,14 +124,14 @@ def test_error_names_template_line_source_and_options(monkeypatch, folder):
     assert "-std=c++17" in message
     assert str(pickle.loads(pickle.dumps(error))) == message
     assert error.path.parent == folder / "failed"
-    assert "undeclared_name" in error.path.read_text()
+    assert "undeclared_name" in error.path.read_text(encoding="utf-8")
     assert cache.entries() == []
-    assert not build._locks["artifact", SMALL, "sm_80"].locked()
+    assert not artifacts._locks["artifact", SMALL, "sm_80"].locked()
 
 
 def test_unknown_architecture_is_a_compile_error():
-    with pytest.raises(build.CompileError, match="arch"):
-        build.compile(SMALL, "sm_61")
+    with pytest.raises(artifacts.CompileError, match="arch"):
+        artifacts.compile(SMALL, "sm_61")
 
 
 def test_case_b54_devices_older_and_newer_than_nvrtc():
@@ -153,12 +153,12 @@ def test_case_b54_gaps_and_future_nvrtc(monkeypatch):
 
 
 def test_case_b54_ptx_for_a_newer_device():
-    made = build.artifact(SMALL, nvrtc.target_arch(fake_device(99, 9)))
+    made = artifacts.artifact(SMALL, nvrtc.target_arch(fake_device(99, 9)))
     assert b".version" in made.cubin[:400]
     assert made.cubin.rstrip().endswith(b"}")
     assert (made.folder / "kernel.ptx").read_bytes() == made.cubin
-    assert build.artifact(SMALL, made.arch) == made
-    assert build.compile_count == 1
+    assert artifacts.artifact(SMALL, made.arch) == made
+    assert artifacts.compile_count == 1
 
 
 def test_no_cupy_says_what_to_install(monkeypatch):
@@ -169,26 +169,30 @@ def test_no_cupy_says_what_to_install(monkeypatch):
 
 
 def test_cache_folder_holds_the_variant(folder):
-    made = build.artifact(SMALL, "sm_80")
+    made = artifacts.artifact(SMALL, "sm_80")
     assert made.folder == folder / f"{SMALL.name}.{made.key}"
     assert (made.folder / "kernel.cubin").read_bytes() == made.cubin
-    assert (made.folder / "kernel.cu").read_text() == made.source == render.source(SMALL)
-    assert (made.folder / "build.log").read_text() == made.log
-    record = json.loads((made.folder / "spec.json").read_text())
+    assert (
+        (made.folder / "kernel.cu").read_text(encoding="utf-8")
+        == made.source
+        == render.source(SMALL)
+    )
+    assert (made.folder / "build.log").read_text(encoding="utf-8") == made.log
+    record = json.loads((made.folder / "spec.json").read_text(encoding="utf-8"))
     assert Spec(**record["spec"]) == SMALL
     assert record["arch"] == "sm_80"
     assert record["resources"]["registers"] == made.resources.registers
-    assert build.artifact(SMALL, "sm_80") == made
-    assert build.artifact(SMALL, "sm_86").key != made.key
-    assert build.compile_count == 2
+    assert artifacts.artifact(SMALL, "sm_80") == made
+    assert artifacts.artifact(SMALL, "sm_86").key != made.key
+    assert artifacts.compile_count == 2
 
 
 def test_a_hit_neither_renders_nor_locks(monkeypatch):
-    build.artifact(SMALL, "sm_80")
+    artifacts.artifact(SMALL, "sm_80")
     monkeypatch.setattr(render, "source", None)
     monkeypatch.setattr(cache, "locked", None)
-    build.artifact(SMALL, "sm_80")
-    assert build.compile_count == 1
+    artifacts.artifact(SMALL, "sm_80")
+    assert artifacts.compile_count == 1
 
 
 @pytest.mark.parametrize("file", ["kernel.cu", "kernel.cubin", "spec.json", "build.log"])
@@ -199,16 +203,16 @@ def test_a_hit_neither_renders_nor_locks(monkeypatch):
 )
 def test_case_b16_damaged_files_are_rebuilt(monkeypatch, compiled, file, damage):
     monkeypatch.setattr(nvrtc, "run", lambda *_: (compiled.cubin, compiled.log))
-    made = build.artifact(SMALL, "sm_80")
+    made = artifacts.artifact(SMALL, "sm_80")
     path = made.folder / file
     path.write_bytes(damage(path.read_bytes()))
     with pytest.warns(RuntimeWarning) as caught:
-        repaired = build.artifact(SMALL, "sm_80")
+        repaired = artifacts.artifact(SMALL, "sm_80")
     assert len(caught) == 1
     assert repaired.cubin == made.cubin
-    assert build.compile_count == 2
-    assert build.artifact(SMALL, "sm_80") == repaired
-    assert build.compile_count == 2
+    assert artifacts.compile_count == 2
+    assert artifacts.artifact(SMALL, "sm_80") == repaired
+    assert artifacts.compile_count == 2
 
 
 @pytest.mark.parametrize(
@@ -225,37 +229,37 @@ def test_a_record_of_other_fields_is_rebuilt_though_its_checksum_is_right(
     monkeypatch, compiled, change
 ):
     monkeypatch.setattr(nvrtc, "run", lambda *_: (compiled.cubin, compiled.log))
-    made = build.artifact(SMALL, "sm_80")
+    made = artifacts.artifact(SMALL, "sm_80")
     file = made.folder / "spec.json"
-    record = json.loads(file.read_text()) | change
+    record = json.loads(file.read_text(encoding="utf-8")) | change
     del record["checksum"]
-    file.write_text(json.dumps(record | {"checksum": cache.checksum(record)}))
+    file.write_text(json.dumps(record | {"checksum": cache.checksum(record)}), encoding="utf-8")
     with pytest.warns(RuntimeWarning, match="damaged cache folder"):
-        repaired = build.artifact(SMALL, "sm_80")
+        repaired = artifacts.artifact(SMALL, "sm_80")
     assert repaired.folder == made.folder
-    assert build.artifact(SMALL, "sm_80") == repaired
-    assert build.compile_count == 2
+    assert artifacts.artifact(SMALL, "sm_80") == repaired
+    assert artifacts.compile_count == 2
 
 
 def test_without_disk_cache_a_process_compiles_once(monkeypatch, folder):
     monkeypatch.setenv("RTFLASH_CACHE", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = build.artifact(SMALL, "sm_80")
-        assert build.artifact(SMALL, "sm_80") is made
+        made = artifacts.artifact(SMALL, "sm_80")
+        assert artifacts.artifact(SMALL, "sm_80") is made
     assert made.folder is None
-    assert build.compile_count == 1
+    assert artifacts.compile_count == 1
     assert not folder.exists()
 
 
 def test_unusable_cache_folder_warns_once_and_compiles_once(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
     monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.warns(RuntimeWarning, match="in memory only") as caught:
-        made = [build.artifact(spec, "sm_80") for spec in (SMALL, SMALL, OTHER)]
+        made = [artifacts.artifact(spec, "sm_80") for spec in (SMALL, SMALL, OTHER)]
     assert len(caught) == 1
     assert made[0] is made[1]
-    assert build.compile_count == 2
+    assert artifacts.compile_count == 2
 
 
 def test_case_b35_sixteen_threads_compile_each_kernel_once(monkeypatch):
@@ -275,7 +279,7 @@ def test_case_b35_sixteen_threads_compile_each_kernel_once(monkeypatch):
 
     with ThreadPoolExecutor(16) as pool:
         kernels = list(pool.map(call, range(16)))
-    assert build.compile_count == 2
+    assert artifacts.compile_count == 2
     assert sorted(spec.head_dim for spec in loads) == [16, 32]
     assert len({id(kernel) for kernel in kernels}) == 2
     assert all(kernel.spec == (SMALL if n % 2 else OTHER) for n, kernel in enumerate(kernels))
@@ -300,12 +304,23 @@ class FakeModule:
         return data
 
 
+class MemoryModule:
+    """cupy.cuda.function.Module without a driver: a function of it is the code."""
+
+    def load(self, code: bytes) -> None:
+        self.code = code
+
+    def get_function(self, name: str) -> bytes:
+        return self.code
+
+
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
 def test_checked_bytes_are_loaded_where_their_file_has_changed(monkeypatch, damage):
     """As by `rtflash cache clear` of another process between the check and the driver's reading."""
     import cupy
+    from cupy.cuda import function
 
-    made = build.artifact(SMALL, "sm_80")
+    made = artifacts.artifact(SMALL, "sm_80")
 
     def module(path: str) -> FakeModule:
         if Path(path).parent == made.folder:
@@ -313,6 +328,7 @@ def test_checked_bytes_are_loaded_where_their_file_has_changed(monkeypatch, dama
         return FakeModule(path)
 
     monkeypatch.setattr(cupy, "RawModule", module)
+    monkeypatch.setattr(function, "Module", MemoryModule)
     assert build.raw_kernel(made).kernel == made.cubin
 
 
@@ -320,29 +336,29 @@ def test_checked_bytes_are_loaded_where_their_file_has_changed(monkeypatch, dama
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"\x7fELF")])
 def test_a_changed_file_does_not_matter_on_the_device(damage):
     gpu = device.get(0)
-    made = build.artifact(SMALL, nvrtc.target_arch(gpu))
-    damage(made.folder / build.binary_file(made.arch))
+    made = artifacts.artifact(SMALL, nvrtc.target_arch(gpu))
+    damage(made.folder / artifacts.binary_file(made.arch))
     assert build.load(made, gpu).function != 0
 
 
 def test_a_failed_compilation_leaves_no_lock(monkeypatch):
     run = nvrtc.run
     monkeypatch.setattr(nvrtc, "run", lambda *_: (None, "error"))
-    with pytest.raises(build.CompileError):
-        build.artifact(SMALL, "sm_80")
+    with pytest.raises(artifacts.CompileError):
+        artifacts.artifact(SMALL, "sm_80")
     monkeypatch.setattr(nvrtc, "run", run)
-    assert build.artifact(SMALL, "sm_80").cubin
-    assert build.compile_count == 2
+    assert artifacts.artifact(SMALL, "sm_80").cubin
+    assert artifacts.compile_count == 2
 
 
 WORKER = """
 import hashlib, sys
-from rtflash import build
+from rtflash import artifacts
 from rtflash.spec import Spec
 spec = Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75)
 print("ready", flush=True)
-made = build.artifact(spec, "sm_80")
-print(hashlib.sha256(made.cubin).hexdigest(), build.compile_count, "jinja2" in sys.modules, flush=True)
+made = artifacts.artifact(spec, "sm_80")
+print(hashlib.sha256(made.cubin).hexdigest(), artifacts.compile_count, "jinja2" in sys.modules, flush=True)
 """
 
 
@@ -394,23 +410,25 @@ def test_case_b34_killed_in_mid_compile(folder):
 @pytest.mark.parametrize("disk", ["1", "0"])
 def test_kernel_loads_on_the_device(monkeypatch, disk):
     import cupy
+    from cupy_backends.cuda.api import driver
 
     monkeypatch.setenv("RTFLASH_CACHE", disk)
     gpu = device.get(0)
     kernel = build.kernel(SMALL, gpu)
     assert kernel.function != 0
-    assert kernel.raw.num_regs == kernel.resources.registers
     assert kernel.raw.max_dynamic_shared_size_bytes == SMALL.shared_bytes
-    assert kernel.raw.binary_version == gpu.major * 10 + gpu.minor
+    of, function = driver.funcGetAttribute, kernel.function
+    assert of(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function) == kernel.resources.registers
+    assert of(driver.CU_FUNC_ATTRIBUTE_BINARY_VERSION, function) == gpu.major * 10 + gpu.minor
     assert build.kernel(SMALL, gpu) is kernel
-    assert build.compile_count == 1
+    assert artifacts.compile_count == 1
     assert cupy.cuda.runtime.getDevice() == 0
 
 
 @pytest.mark.gpu
 def test_ptx_loads_on_the_device():
     gpu = device.get(0)
-    made = build.artifact(SMALL, f"compute_{gpu.major}{gpu.minor}")
+    made = artifacts.artifact(SMALL, f"compute_{gpu.major}{gpu.minor}")
     assert build.load(made, gpu).function != 0
 
 
@@ -419,4 +437,4 @@ def test_a_cubin_for_another_architecture_is_a_clear_error():
     gpu = device.get(0)
     other = "sm_75" if gpu.major >= 8 else "sm_90a"
     with pytest.raises(RuntimeError, match="update the driver"):
-        build.load(build.artifact(SMALL, other), gpu)
+        build.load(artifacts.artifact(SMALL, other), gpu)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 import rtflash
-from rtflash import build, bundle, cache, device, nvrtc, record, render, select
+from rtflash import artifacts, build, bundle, cache, device, nvrtc, record, render, select
 from rtflash.spec import AppendSpec, CombineSpec, Spec
 
 SMALL = Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75)
@@ -40,7 +40,7 @@ def clean(monkeypatch, tmp_path):
     monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", set())
     monkeypatch.setattr(build, "_kernels", {})
-    monkeypatch.setattr(build, "_unkept", {})
+    monkeypatch.setattr(artifacts, "_unkept", {})
     monkeypatch.setattr(record, "_noted", set())
     monkeypatch.setattr(
         build, "load", lambda made, gpu: build.Kernel(made.spec, made, 1, made.resources)
@@ -105,9 +105,8 @@ def test_several_bundles_are_searched_in_their_order(monkeypatch, without_nvrtc,
 def test_what_no_bundle_has_is_compiled(monkeypatch, tmp_path):
     use(monkeypatch, put(tmp_path))
     asked = []
-    monkeypatch.setattr(build, "target_arch", lambda gpu: gpu.arch)
-    monkeypatch.setattr(
-        build, "artifact", lambda *what: asked.append(what) or SimpleNamespace(
+    monkeypatch.setattr(nvrtc, "target_arch", lambda gpu: gpu.arch)
+    monkeypatch.setattr(artifacts, "artifact", lambda *what: asked.append(what) or SimpleNamespace(
             spec=what[0], arch=what[1], origin="", folder=None, resources=None
         )
     )  # fmt: skip
@@ -138,14 +137,14 @@ def test_without_any_bundle_nothing_is_compiled_either(monkeypatch, without_nvrt
 
 def test_no_compile_takes_the_cache_where_there_is_nvrtc(monkeypatch):
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
-    made = build.Artifact(
-        SMALL, "sm_80", CUBIN, "//", "", build.options("sm_80"), nvrtc.Resources(**USED),
-        build.cache_key(SMALL, "sm_80"), None, (13, 0),
+    made = artifacts.Artifact(
+        SMALL, "sm_80", CUBIN, "//", "", nvrtc.options("sm_80"), nvrtc.Resources(**USED),
+        artifacts.cache_key(SMALL, "sm_80"), None, (13, 0),
     )  # fmt: skip
     monkeypatch.setenv("RTFLASH_NO_COMPILE", "1")
     with pytest.raises(rtflash.MissingKernelError):
         build.kernel(SMALL, A100)
-    cache.store(cache.folder(SMALL.name, made.key), build.to_entry(made))
+    cache.store(cache.folder(SMALL.name, made.key), artifacts.to_entry(made))
     assert build.kernel(SMALL, A100).raw.cubin == CUBIN
     monkeypatch.setenv("RTFLASH_CACHE", "0")
     with pytest.raises(rtflash.MissingKernelError):
@@ -280,7 +279,7 @@ def installed_in(folder, monkeypatch, file):
     """A package with the bundle, in a folder of sys.path."""
     package = folder / "rtflash_bundle_é"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n", encoding="utf-8")
     shutil.copy(file, package / bundle.PACKAGED)
     monkeypatch.syspath_prepend(str(folder))
     return package / bundle.PACKAGED
@@ -332,7 +331,7 @@ from rtflash.spec import Spec
 import cupy
 build.load = lambda made, gpu: build.Kernel(made.spec, made, 1, made.resources)
 spec = Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75)
-print(len(build.kernel(spec, device.for_arch("sm_80")).raw.cubin), "libnvrtc" in open("/proc/self/maps").read())
+print(len(build.kernel(spec, device.for_arch("sm_80")).raw.cubin), b"libnvrtc" in open("/proc/self/maps", "rb").read())
 print("jinja2" in sys.modules)
 """
 
@@ -412,7 +411,7 @@ def test_a_record_holds_each_variant_once(monkeypatch, tmp_path):
     monkeypatch.setattr(record, "_noted", set())
     record.note(OTHER, "sm_80")
     assert record.read(file) == [(SMALL, "sm_80"), (OTHER, "sm_80"), (SMALL, "sm_86")]
-    assert file.read_text().count("\n") == 3
+    assert file.read_text(encoding="utf-8").count("\n") == 3
 
 
 def test_a_miss_is_recorded_too(monkeypatch, without_nvrtc, tmp_path):
@@ -434,7 +433,7 @@ def test_a_torn_line_does_not_swallow_the_next(tmp_path):
 
 
 def test_a_record_that_cannot_be_written_is_one_warning(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
     monkeypatch.setenv("RTFLASH_RECORD", str(tmp_path / "file" / "record"))
     with pytest.warns(RuntimeWarning, match="RTFLASH_RECORD cannot be written"):
         record.note(SMALL, "sm_80")
@@ -488,8 +487,8 @@ import cupy, numpy as np
 import rtflash
 q = cupy.asarray(np.random.default_rng(0).standard_normal((3, 1, 65, 2, 64)).astype(np.float16))
 out = cupy.asnumpy(rtflash.flash_attn_func(*q, causal=True))
-from rtflash import build
-print(build.compile_count, "libnvrtc" in open("/proc/self/maps").read(), hash(out.tobytes()))
+from rtflash import artifacts
+print(artifacts.compile_count, b"libnvrtc" in open("/proc/self/maps", "rb").read(), hash(out.tobytes()))
 """
 
 

@@ -12,6 +12,7 @@ import time
 import warnings
 from pathlib import Path
 
+import processes
 import pytest
 
 import rtflash
@@ -127,13 +128,13 @@ def test_odd_folder_is_repaired(place, how):
     if how == "file missing":
         (place / "kernel.cubin").unlink()
     elif how == "record is a list":
-        (place / "spec.json").write_text("[1]")
+        (place / "spec.json").write_text("[1]", encoding="utf-8")
     else:
         cache.remove(place)
         if how == "folder empty":
             place.mkdir()
         else:
-            place.write_text("?")
+            place.write_text("?", encoding="utf-8")
     with pytest.warns(RuntimeWarning, match="damaged"):
         assert cache.obtain(place, make) == (ENTRY, True)
     assert cache.load(place) == ENTRY
@@ -163,8 +164,9 @@ def test_a_valid_folder_of_another_process_stays(place):
 
 @pytest.mark.parametrize("under", ["file", "file/deeper", "dangling"])
 def test_unusable_folder_means_memory_and_one_warning(tmp_path, monkeypatch, folder, under):
-    (tmp_path / "file").write_text("in the way")
-    (tmp_path / "dangling").symlink_to(tmp_path / "file" / "nowhere")
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    if under == "dangling":
+        processes.link(tmp_path / "dangling", tmp_path / "file" / "nowhere")
     monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / under))
     place = cache.folder(NAME, KEY)
     make, calls = counted()
@@ -250,8 +252,8 @@ def test_list_size_and_clear(folder, place):
     cache.temporary(place, "new").mkdir()
     failed = cache.keep_failed(NAME, KEY, "int a")
     assert failed.parent == folder / "failed"
-    assert failed.read_text() == "int a"
-    (folder / "notes.txt").write_text("the user's own")
+    assert failed.read_text(encoding="utf-8") == "int a"
+    (folder / "notes.txt").write_text("the user's own", encoding="utf-8")
 
     listed = {entry.folder: entry for entry in cache.entries()}
     assert set(listed) == {place, damaged}
@@ -264,11 +266,15 @@ def test_list_size_and_clear(folder, place):
 
 def test_failed_source_goes_to_the_temporary_folder_without_a_cache(monkeypatch, tmp_path, folder):
     monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "cache").write_text("in the way")
-    assert cache.keep_failed(NAME, KEY, "int a").read_text() == "int a"
+    (tmp_path / "cache").write_text("in the way", encoding="utf-8")
+    assert cache.keep_failed(NAME, KEY, "int a").read_text(encoding="utf-8") == "int a"
     monkeypatch.setenv("RTFLASH_CACHE", "0")
     kept = cache.keep_failed(NAME, KEY, "int b")
-    assert (kept.parent, kept.suffix, kept.read_text()) == (tmp_path, ".cu", "int b")
+    assert (kept.parent, kept.suffix, kept.read_text(encoding="utf-8")) == (
+        tmp_path,
+        ".cu",
+        "int b",
+    )
     assert kept.name.startswith(f"{NAME}.{KEY}.")
     monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path / "missing"))
     assert cache.keep_failed(NAME, KEY, "int c") is None
@@ -277,17 +283,17 @@ def test_failed_source_goes_to_the_temporary_folder_without_a_cache(monkeypatch,
 def test_failed_source_follows_no_link_that_others_put(monkeypatch, tmp_path):
     monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("RTFLASH_CACHE", "0")
-    (tmp_path / "precious").write_text("mine")
-    (tmp_path / f"{NAME}.{KEY}.cu").symlink_to(tmp_path / "precious")
-    assert cache.keep_failed(NAME, KEY, "int a").read_text() == "int a"
-    assert (tmp_path / "precious").read_text() == "mine"
+    (tmp_path / "precious").write_text("mine", encoding="utf-8")
+    processes.link(tmp_path / f"{NAME}.{KEY}.cu", tmp_path / "precious")
+    assert cache.keep_failed(NAME, KEY, "int a").read_text(encoding="utf-8") == "int a"
+    assert (tmp_path / "precious").read_text(encoding="utf-8") == "mine"
 
 
 WORKER = """
 import pathlib, sys, time
 from rtflash import cache
 def make():
-    with open({calls!r}, "a") as calls:
+    with open({calls!r}, "a", encoding="utf-8") as calls:
         calls.write("made\\n")
     time.sleep({seconds})
     return cache.Entry({{"kernel.cubin": b"code" * 1000}}, {{}})
@@ -318,7 +324,7 @@ def test_eight_processes_build_once(place, tmp_path):
     calls = tmp_path / "calls"
     workers = [start_worker(place, calls, 0.5) for _ in range(8)]
     assert {worker.communicate(timeout=60)[0] for worker in workers} == {"4000 True\n"}
-    assert calls.read_text() == "made\n"
+    assert calls.read_text(encoding="utf-8") == "made\n"
     assert leftovers(place.parent) == []
 
 
@@ -333,7 +339,7 @@ def test_killed_builder_hands_over_to_a_waiting_process(place, tmp_path):
     victim.wait(10)
     assert waiting.communicate(timeout=20)[0] == "4000 True\n"
     assert start_worker(place, calls, 0).communicate(timeout=20)[0] == "4000 True\n"
-    assert calls.read_text() == "made\nmade\n"
+    assert calls.read_text(encoding="utf-8") == "made\nmade\n"
 
 
 def test_readers_never_see_half_an_entry(place):
@@ -361,6 +367,6 @@ def test_readers_never_see_half_an_entry(place):
 
 def test_record_is_readable_json(place):
     cache.store(place, ENTRY)
-    record = json.loads((place / "spec.json").read_text())
+    record = json.loads((place / "spec.json").read_text(encoding="utf-8"))
     assert record["arch"] == "sm_80"
     assert set(record["sha256"]) == {"kernel.cubin", "build.log"}

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -173,7 +174,7 @@ def test_bench_on_the_cpu(monkeypatch, tmp_path):
     file = tmp_path / "rows.json"
     options = ("--head-dim", "32", "--seqlen", "64", "--json", file)
     assert run("bench", "--cpu", *options).exit_code == 0
-    rows = json.loads(file.read_text())
+    rows = json.loads(file.read_text(encoding="utf-8"))
     assert [row["causal"] for row in rows] == [False, True]
     assert all(row["mode"] == "cpu ms/call" and row["rtflash"] > 0 for row in rows)
 
@@ -187,7 +188,7 @@ def test_bench_on_the_gpu(tmp_path):
     options = ("--head-dim", "64", "--seqlen", "1024", "--peer", "rtflash,fa2", "--json", file)
     result = run("bench", *options)
     assert result.exit_code == 0, result.output
-    rows = json.loads(file.read_text())
+    rows = json.loads(file.read_text(encoding="utf-8"))
     assert all(row["rtflash"] > 0 and row["torch-FA2"] > 0 for row in rows if row.get("d"))
     assert rows[-1]["mode"] == "host us/call"
 
@@ -239,7 +240,7 @@ def test_bench_of_inference_on_the_gpu(monkeypatch, tmp_path):
     file = tmp_path / "rows.json"
     result = run("bench", "--mode", "decode,varlen", "--peer", "rtflash,fa2", "--json", file)
     assert result.exit_code == 0, result.output
-    rows = [row for row in json.loads(file.read_text()) if "b" in row]
+    rows = [row for row in json.loads(file.read_text(encoding="utf-8")) if "b" in row]
     assert [row["mode"] for row in rows] == [
         "decode", "decode us", "decode", "decode us", "cache", *["varlen"] * 4,
     ]  # fmt: skip
@@ -250,7 +251,7 @@ def test_bench_refuses_nonsense(tmp_path):
     assert run("bench", "--peer", "nobody").exit_code == 2
     assert run("bench", "--seqlen", "many").exit_code == 2
     assert run("bench", "--from", tmp_path / "missing.json").exit_code == 2
-    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "other.json").write_text("{}", encoding="utf-8")
     assert run("bench", "--from", tmp_path / "other.json").exit_code == 2
 
 
@@ -296,6 +297,7 @@ def test_bench_refuses_rows_that_it_cannot_show(tmp_path, rows):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+@pytest.mark.skipif(shutil.which("sh") is None, reason="there is no sh here")
 @pytest.mark.parametrize(("place", "code"), [("/dev/full", 2), ("&-", 0)])
 @pytest.mark.parametrize("options", ["--version", "cache size"])
 def test_stdout_that_takes_nothing_gives_no_traceback(place, code, options):

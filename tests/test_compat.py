@@ -50,8 +50,8 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package flash_attn that is not ours."""
     folder = tmp_path / "flash_attn"
     folder.mkdir()
-    (folder / "__init__.py").write_text("__version__ = '2.0.0'\n")
-    (folder / "layers.py").write_text("")
+    (folder / "__init__.py").write_text("__version__ = '2.0.0'\n", encoding="utf-8")
+    (folder / "layers.py").write_text("", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     yield folder

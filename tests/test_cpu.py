@@ -18,7 +18,7 @@ from layouts import encode
 from numpy.typing import NDArray
 from reference import attention, rounded, same_dtype, to_float64
 
-from rtflash import cpu, cpu_dense, problem
+from rtflash import cpu, cpu_dense, describe
 from rtflash.tensor import View
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -86,7 +86,7 @@ def run(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Array]:
     slopes = options.pop("alibi_slopes", None)
     views = (view(q), view(k), view(v))
     slopes_view = None if slopes is None else view(slopes)
-    p = problem.dense(*views, alibi_slopes=slopes_view, **options)
+    p = describe.dense(*views, alibi_slopes=slopes_view, **options)
     return cpu.forward(p, q, k, v, slopes)
 
 

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import pytest
 
 import rtflash
-from rtflash import build, device, record, select, settings
+from rtflash import artifacts, device, nvrtc, record, select, settings
 from rtflash.__main__ import import_tool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +40,7 @@ def relative(page: Path) -> str:
 
 
 def without_code(page: Path) -> str:
-    return re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
 def anchors(page: Path) -> set[str]:
@@ -79,12 +79,12 @@ def test_lists_are_lists_on_the_site(page: Path) -> None:
 
 def test_the_site_has_every_page() -> None:
     """As text: mkdocs and a YAML parser need not be installed."""
-    nav = re.search(r"^nav:\n(.*?)^\S", SITE.read_text("utf-8"), re.M | re.S)
+    nav = re.search(r"^nav:\n(.*?)^\S", SITE.read_text(encoding="utf-8"), re.M | re.S)
     assert nav
     named = re.findall(r": (\S+\.md)\b", nav[1])
     made = set(ABOVE.values()) - {"license.md"}
     assert sorted(named) == sorted(made | {relative(page)[len("docs/") :] for page in PAGES})
-    hook = (ROOT / ".ci" / "site.py").read_text("utf-8")
+    hook = (ROOT / ".ci" / "site.py").read_text(encoding="utf-8")
     for name, page in ABOVE.items():
         assert f'"{name}": "{page}"' in hook
 
@@ -96,20 +96,20 @@ def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", SITE, "-d", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    html = (tmp_path / "functions" / "index.html").read_text("utf-8")
+    html = (tmp_path / "functions" / "index.html").read_text(encoding="utf-8")
     for name in described():
         assert f'id="{name}"' in html, name
 
 
 def described() -> list[str]:
     """The names that docs/functions.md describes."""
-    return re.findall(r"^<!-- ::: ([\w.]+) -->$", FUNCTIONS.read_text("utf-8"), re.M)
+    return re.findall(r"^<!-- ::: ([\w.]+) -->$", FUNCTIONS.read_text(encoding="utf-8"), re.M)
 
 
 def test_every_public_name_is_described() -> None:
     public = {f"rtflash.{name}" for name in rtflash.__all__ if name != "__version__"}
     assert public <= {*described()}
-    table = re.findall(r"^\| `(\w+)` \|", FUNCTIONS.read_text("utf-8"), re.M)
+    table = re.findall(r"^\| `(\w+)` \|", FUNCTIONS.read_text(encoding="utf-8"), re.M)
     functions = {name for name in rtflash.__all__ if inspect.isfunction(getattr(rtflash, name))}
     assert set(table) == functions
 
@@ -142,8 +142,8 @@ def test_screens_are_of_the_commands(name: str) -> None:
     shown = "".join(picture.itertext()).replace("\xa0", " ")
     commands = [screens.COMMANDS[name], *([screens.ON_CPU] if name == "bench" else [])]
     assert any(f"$ rtflash {command}" in shown for command in commands)
-    assert f"](docs/screens/{name}.svg)" in (ROOT / "README.md").read_text("utf-8")
-    assert "@font-face" not in (SCREENS / f"{name}.svg").read_text("utf-8")
+    assert f"](docs/screens/{name}.svg)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "@font-face" not in (SCREENS / f"{name}.svg").read_text(encoding="utf-8")
 
 
 def test_a_screen_is_made_again(tmp_path: Path, monkeypatch: Any) -> None:
@@ -165,7 +165,7 @@ def test_every_file_of_the_host_is_told_of() -> None:
 
 
 def examples(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])
@@ -189,7 +189,7 @@ def test_the_example_of_emulation_runs() -> None:
 def test_examples_run(page: str) -> None:
     if page == "jax.md":
         pytest.importorskip("jax")
-    text = (ROOT / "docs" / page).read_text("utf-8")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     assert blocks
     for block in blocks:
@@ -212,13 +212,13 @@ def test_commands_in_the_text_parse(line: str) -> None:
     command.make_context(command.name, words[1:], resilient_parsing=False)
 
 
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", VARIANTS.read_text("utf-8"), re.M | re.S)
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", VARIANTS.read_text(encoding="utf-8"), re.M | re.S)
 COMMANDS = re.findall(r"^rtflash .*$", "".join(BLOCKS), re.M)
 
 
 def test_every_option_and_setting_of_variants_is_told_of() -> None:
     pytest.importorskip("typer")
-    text = VARIANTS.read_text("utf-8")
+    text = VARIANTS.read_text(encoding="utf-8")
     command = typer_command("generate")
     for option in {name for parameter in command.params for name in parameter.opts} - {"--help"}:
         assert option in text, option
@@ -237,17 +237,19 @@ def typer_command(name: str) -> Any:
 def test_commands_of_variants_run(line: str, monkeypatch: Any, tmp_path: Path) -> None:
     """In an empty folder with a record; nothing is compiled or measured for it."""
     testing = pytest.importorskip("typer.testing")
-    used = build.Resources(128, 0, 0, 0, 0, 0.5)
+    used = nvrtc.Resources(128, 0, 0, 0, 0, 0.5)
 
-    def compile(spec: Any, arch: str, lines: bool = True) -> build.Artifact:
-        return build.Artifact(spec, arch, b"\x7fELF", "", "", (), used, "", None, (13, 0))
+    def compile(spec: Any, arch: str, lines: bool = True) -> artifacts.Artifact:
+        return artifacts.Artifact(spec, arch, b"\x7fELF", "", "", (), used, "", None, (13, 0))
 
-    monkeypatch.setattr(build, "compile", compile)
+    monkeypatch.setattr(artifacts, "compile", compile)
     monkeypatch.setattr(import_tool("generate").nvrtc, "version", lambda: (13, 0))
     monkeypatch.setattr(import_tool("autotune").bench, "why_not", lambda: "There is no GPU.")
     monkeypatch.chdir(tmp_path)
     spec = select.table_specs(device.for_arch("sm_80"))[0]
-    (tmp_path / "record.jsonl").write_text(json.dumps(record.described(spec, "sm_80")) + "\n")
+    (tmp_path / "record.jsonl").write_text(
+        json.dumps(record.described(spec, "sm_80")) + "\n", encoding="utf-8"
+    )
     words = shlex.split(line)[1:]
     result = testing.CliRunner().invoke(import_tool("cli").app, words)
     assert result.exit_code == (0 if words[0] == "generate" else 2), result.output

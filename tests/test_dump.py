@@ -13,7 +13,7 @@ import pytest
 from fake_gpu import FakeGpu, view
 
 import rtflash
-from rtflash import build, bundle, cache, call, device, dump, nvrtc, record, render
+from rtflash import artifacts, build, bundle, cache, call, device, dump, nvrtc, record, render
 from rtflash.spec import AppendSpec, Spec
 
 pytest.importorskip("cupy", reason="NVRTC is called through CuPy")
@@ -36,7 +36,7 @@ def clean(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", set())
-    monkeypatch.setattr(build, "_unkept", {})
+    monkeypatch.setattr(artifacts, "_unkept", {})
     monkeypatch.setattr(record, "_noted", set())
     monkeypatch.setattr(dump, "_told", set())
     monkeypatch.setattr(
@@ -83,7 +83,7 @@ def test_dump_edit_override(monkeypatch, root, said):
     assert (place / "kernel.cu").read_text(encoding="utf-8") == render.source(SMALL)
     assert (place / "kernel.cubin").read_bytes() == made.cubin
     assert (place / "kernel.ptx").read_text(encoding="utf-8").count(".entry") == 1
-    assert json.loads((place / "spec.json").read_text())["spec"] == SMALL.to_dict()
+    assert json.loads((place / "spec.json").read_text(encoding="utf-8"))["spec"] == SMALL.to_dict()
     assert (place / "build.log").exists()
 
     edit(place / "kernel.cu", "#line", EDIT + "\n#line")
@@ -94,7 +94,9 @@ def test_dump_edit_override(monkeypatch, root, said):
     assert b"rtflash_edited" in edited.cubin
     assert str(place / "kernel.cu") in edited.origin
     assert any(f"from {place / 'kernel.cu'}" in line for line in said)
-    assert b"rtflash_edited" not in build.artifact(SMALL, "sm_80").cubin  # the cache is as it was
+    assert (
+        b"rtflash_edited" not in artifacts.artifact(SMALL, "sm_80").cubin
+    )  # the cache is as it was
 
     (place / "kernel.cu").write_text(
         "\ufeff"
@@ -103,7 +105,7 @@ def test_dump_edit_override(monkeypatch, root, said):
         encoding="utf-8",
         newline="",
     )  # as an editor of Windows might
-    with pytest.raises(build.CompileError) as caught:
+    with pytest.raises(artifacts.CompileError) as caught:
         load(monkeypatch)
     lines = (place / "kernel.cu").read_text(encoding="utf-8").count("\n") + 1
     assert f'kernel.cu({lines}): error: identifier "no_such_name"' in str(caught.value)
@@ -133,7 +135,7 @@ def test_an_edited_source_stays_and_is_told_of(monkeypatch, root, said):
 
 
 def test_kernels_of_the_cache_and_of_bundles_are_dumped_too(monkeypatch, root, tmp_path):
-    made = build.artifact(SMALL, "sm_80")
+    made = artifacts.artifact(SMALL, "sm_80")
     load(monkeypatch)
     place = root / "sm_80" / SMALL.name
     assert (place / "kernel.cubin").read_bytes() == made.cubin
@@ -145,7 +147,7 @@ def test_kernels_of_the_cache_and_of_bundles_are_dumped_too(monkeypatch, root, t
     load(monkeypatch)
     assert (place / "kernel.cubin").read_bytes() == b"\x7fELF of a bundle"
     assert (place / "kernel.cu").read_text(encoding="utf-8") == render.source(SMALL)
-    assert json.loads((place / "spec.json").read_text())["nvrtc"] == [13, 0]
+    assert json.loads((place / "spec.json").read_text(encoding="utf-8"))["nvrtc"] == [13, 0]
 
 
 def test_without_nvrtc_a_bundles_kernel_is_dumped_without_ptx(monkeypatch, root, said, tmp_path):
@@ -175,7 +177,10 @@ def test_sass_is_kept_where_a_disassembler_is(monkeypatch, root, said, tmp_path)
     load(monkeypatch)
     assert said == []  # once is enough
     script = tmp_path / "disassemble.py"
-    script.write_text("import sys; print('SASS of', sys.argv[-1]); sys.exit('--fail' in sys.argv)")
+    script.write_text(
+        "import sys; print('SASS of', sys.argv[-1]); sys.exit('--fail' in sys.argv)",
+        encoding="utf-8",
+    )
     run = subprocess.run
     monkeypatch.setattr(dump, "find", lambda program: program if program == "nvdisasm" else None)
     monkeypatch.setattr(
@@ -192,7 +197,7 @@ def test_sass_is_kept_where_a_disassembler_is(monkeypatch, root, said, tmp_path)
 
 
 def test_a_dump_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
     monkeypatch.setenv("RTFLASH_DUMP", str(tmp_path / "file"))
     with pytest.warns(RuntimeWarning, match="RTFLASH_DUMP cannot be written"):
         load(monkeypatch)
@@ -226,12 +231,12 @@ def test_a_source_of_another_kernel_is_refused(monkeypatch, root):
 def test_a_dump_of_other_templates_is_refused(monkeypatch, root):
     load(monkeypatch)
     file = root / "sm_80" / SMALL.name / "spec.json"
-    described = json.loads(file.read_text())
-    file.write_text(json.dumps(described | {"templates": "0" * 64}))
+    described = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(described | {"templates": "0" * 64}), encoding="utf-8")
     monkeypatch.setenv("RTFLASH_OVERRIDE", str(root))
     with pytest.raises(ValueError, match="dumped from other templates"):
         load(monkeypatch)
-    file.write_text("[]")  # a source alone is taken as it is
+    file.write_text("[]", encoding="utf-8")  # a source alone is taken as it is
     assert load(monkeypatch).origin
 
 

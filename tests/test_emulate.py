@@ -174,7 +174,8 @@ def test_a_cache_is_left_alone_where_something_is_found(tmp_path: Path) -> None:
             new, cache.copy(), cache.copy(), None, None, None, None, lengths, None, rows, None, new, new
         )  # fmt: skip
         problem = Problem(
-            2, 1, 8, 1, 1, 64, 64, "fp16", 1.0, -1, -1, 0.0, False, 16, ragged=True, cache_batch=1, seqlen_new=1
+            2, 1, 8, 1, 1, 64, 64, "fp16", 1.0, -1, -1, 0.0, False, 16, False, ragged=True, cache_batch=1,
+            seqlen_new=1,
         )  # fmt: skip
         spec, _ = select.forward(problem, device.for_arch(emulate.ARCH))
         if what:
@@ -585,7 +586,9 @@ def run_body(templates: Path, body: str, seed: int = 0) -> Report:
     """Run one of BODIES in one block; q has rows of 64 elements, 72 apart."""
     q = np.zeros((1, 32, 1, 72), np.float16)[..., :64]
     k = np.zeros((1, 64, 1, 64), np.float16)
-    problem = Problem(1, 32, 64, 1, 1, 64, 64, "fp16", 1.0, BODIES.index(body), -1, 0.0, False, 16)
+    problem = Problem(
+        1, 32, 64, 1, 1, 64, 64, "fp16", 1.0, BODIES.index(body), -1, 0.0, False, 16, False
+    )
     return emulate.run(SPEC, problem, q, k, k, seed=seed, check=False, templates=templates)
 
 
@@ -667,7 +670,7 @@ def test_conversions(tmp_path: Path, dtype: str) -> None:
     x = np.concatenate([values, ties, edges, ends])
     spec = dataclasses.replace(SPEC, dtype=dtype, head_dim=1, head_dim_v=1, align=2)
     q = np.zeros((1, 1, x.size, 1), np.float16)
-    problem = Problem(1, 1, 1, x.size, 1, 1, 1, dtype, 1.0, -1, -1, 0.0, True, 2)
+    problem = Problem(1, 1, 1, x.size, 1, 1, 1, dtype, 1.0, -1, -1, 0.0, True, 2, False)
     folder = own_kernel(tmp_path / "templates", CONVERT)
     report = emulate.run(
         spec, problem, q, q[:, :, :1], q[:, :, :1], x, check=False, templates=folder

@@ -21,10 +21,11 @@ from fake_gpu import view
 from typer.testing import CliRunner
 
 import rtflash
-from rtflash import ahead, build, bundle, device, launch, record, select
+from rtflash import ahead, artifacts, build, bundle, device, layouts, nvrtc, record, select
 from rtflash.__main__ import import_tool
+from rtflash.describe import kvcache
 from rtflash.nvrtc import Resources
-from rtflash.problem import Tensors, kvcache
+from rtflash.problem import Tensors
 from rtflash.spec import AppendSpec, Spec
 
 cli, generate, sass = (import_tool(name) for name in ("cli", "generate", "sass"))
@@ -45,7 +46,9 @@ def fake_compile(log="", **resources):
 
     def compile(spec, arch, lines=True):
         used = dataclasses.replace(CLEAN, **resources)
-        return build.Artifact(spec, arch, b"\x7fELF", "// source", log, (), used, "0" * 12, None)
+        return artifacts.Artifact(
+            spec, arch, b"\x7fELF", "// source", log, (), used, "0" * 12, None
+        )
 
     return compile
 
@@ -55,9 +58,9 @@ def fake(monkeypatch):
     """Install a fake compiler."""
 
     def install(**options):
-        monkeypatch.setattr(build, "compile", fake_compile(**options))
+        monkeypatch.setattr(artifacts, "compile", fake_compile(**options))
         monkeypatch.setattr(generate.nvrtc, "version", lambda: (13, 0))
-        monkeypatch.setattr(build.nvrtc, "version", lambda: (13, 0))
+        monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
 
     return install
 
@@ -189,10 +192,10 @@ def test_a_fault_fails_unless_allowed(fake, found):
 
 def test_an_error_of_the_compiler_is_shown(fake, monkeypatch, tmp_path):
     def refuse(spec, arch, lines):
-        raise build.CompileError(spec, arch, (), "softmax.cuh(3): error: no", tmp_path)
+        raise artifacts.CompileError(spec, arch, (), "softmax.cuh(3): error: no", tmp_path)
 
     fake()
-    monkeypatch.setattr(build, "compile", refuse)
+    monkeypatch.setattr(artifacts, "compile", refuse)
     result = run("--arch", "sm_80", "--length", "even", "--mask", "full")
     assert result.exit_code == 1
     assert "softmax.cuh(3): error: no" in result.output
@@ -203,13 +206,13 @@ def test_files_and_report(fake, tmp_path):
     out, report = tmp_path / "out", tmp_path / "report.json"
     result = run("--arch", "sm_80", "--length", "even", "--out", out, "--json", report)
     assert result.exit_code == 0, result.output
-    rows = json.loads(report.read_text())
+    rows = json.loads(report.read_text(encoding="utf-8"))
     assert len(rows) == 2
     for row in rows:
         place = out / row["arch"] / row["name"]
         written = {file.name for file in place.iterdir()}
         assert {"kernel.cu", "kernel.cubin", "spec.json", "launch.json"} <= written
-        record = json.loads((place / "spec.json").read_text())
+        record = json.loads((place / "spec.json").read_text(encoding="utf-8"))
         assert Spec(**record["spec"]).name == row["name"]
         assert row["registers"] == 128
         assert row["faults"] == []
@@ -246,7 +249,7 @@ def test_launch_json_says_how_to_launch():
         few.shared_bytes,
     )
     fields = described["params"]
-    assert [field["name"] for field in fields] == list(launch.FORWARD.fields)
+    assert [field["name"] for field in fields] == list(layouts.FORWARD.fields)
     assert fields[1] == {"name": "k", "type": "pointer", "offset": 8}
     assert fields[-1]["type"] == "float32"
     assert described["params_bytes"] == -(-(fields[-1]["offset"] + 4) // 8) * 8
@@ -298,9 +301,9 @@ def test_bad_options_are_refused(wrong):
 
 def test_places_that_cannot_be_written_are_refused_before_the_work(fake, monkeypatch, tmp_path):
     fake()
-    monkeypatch.setattr(build, "compile", None)
+    monkeypatch.setattr(artifacts, "compile", None)
     file = tmp_path / "file"
-    file.write_text("kept")
+    file.write_text("kept", encoding="utf-8")
     for option, place in [
         ("--out", file),
         ("--out", file / "x"),
@@ -310,7 +313,7 @@ def test_places_that_cannot_be_written_are_refused_before_the_work(fake, monkeyp
         result = run("--arch", "sm_80", option, place)
         assert result.exit_code == 2, result.output
         assert option in result.output
-    assert file.read_text() == "kept"
+    assert file.read_text(encoding="utf-8") == "kept"
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -434,7 +437,7 @@ def test_a_record_is_compiled(fake, monkeypatch, tmp_path):
     record.note(AppendSpec("bf16"), "sm_80")
     report = tmp_path / "report.json"
     assert run("--record", file, "--json", report).exit_code == 0
-    rows = json.loads(report.read_text())
+    rows = json.loads(report.read_text(encoding="utf-8"))
     assert [row["name"] for row in rows] == [*(x.name for x in specs), AppendSpec("bf16").name]
     assert "variants: 1," in run("--record", file, "--arch", "sm_80").output
     assert run("--record", file, "--arch", "sm_75").exit_code == 1  # nothing is left
@@ -461,7 +464,7 @@ def test_options_that_cannot_be_obeyed_are_refused_before_the_work(
     fake, monkeypatch, tmp_path, options, named
 ):
     fake()
-    monkeypatch.setattr(build, "compile", None)
+    monkeypatch.setattr(artifacts, "compile", None)
     monkeypatch.chdir(tmp_path)
     result = run(*options)
     assert result.exit_code == 2, result.output
@@ -524,7 +527,7 @@ def test_report_has_occupancy_and_a_plot(fake, tmp_path):
     options = ("--arch", "sm_80,sm_86", "--head-dim", "64", "--mask", "full", "--length", "even")
     assert run(*options, "--json", report, "--plot", image).exit_code == 0
     assert image.stat().st_size > 1000
-    for row in json.loads(report.read_text()):
+    for row in json.loads(report.read_text(encoding="utf-8")):
         # 128 registers of 128 threads: 4 CTAs; 48 KB of shared memory and 1 KB kept by the system: 3, or 2.
         assert row["shared_bytes"] == 49152
         assert row["ctas_per_sm"] == {"sm_80": 3, "sm_86": 2}[row["arch"]]
@@ -539,7 +542,7 @@ def test_bundles_are_compiled_without_line_numbers(monkeypatch, tmp_path):
     spec = Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75)
     assert run("--arch", "sm_80", "--spec", record.text(spec), "--bundle", file).exit_code == 0
     made = bundle.code(bundle.read(file), spec, "sm_80")
-    with_lines = build.compile(spec, "sm_80").cubin
+    with_lines = artifacts.compile(spec, "sm_80").cubin
     assert made.cubin.startswith(b"\x7fELF")
     assert spec.name.encode() in made.cubin
     assert b".debug_line" not in made.cubin

@@ -321,7 +321,7 @@ def test_warmup_leaves_nothing_to_compile(torch: Any, paged: bool) -> None:
 
 SECOND_PROCESS = """
 import json, cupy, numpy as np, rtflash
-from rtflash import build
+from rtflash import artifacts
 x = cupy.ones((3, 700, 2, 64), np.float16)
 lengths = cupy.asarray([3, 600, 0], np.int32)
 for batch in (3, 1):
@@ -330,7 +330,7 @@ for batch in (3, 1):
             x[:batch, :1], x[:batch], x[:batch], x[:batch, 5:6], x[:batch, 6:7], cache_seqlens=lengths[:batch],
             num_splits=splits, return_softmax_lse=True)
         rtflash.flash_attn_combine(out[None].astype(np.float32), lse[None].swapaxes(2, 3))
-print(json.dumps({"compilations": build.compile_count, "first": float(lse[0, 0, 0])}))
+print(json.dumps({"compilations": artifacts.compile_count, "first": float(lse[0, 0, 0])}))
 """
 
 

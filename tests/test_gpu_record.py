@@ -18,10 +18,10 @@ def checkout(monkeypatch, tmp_path):
     """A small checkout in the place of this one."""
     for name in ("launch.py", "api.py"):
         (tmp_path / "rtflash" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "rtflash" / name).write_text('"""Head."""\nx = 1\n')
+        (tmp_path / "rtflash" / name).write_text('"""Head."""\nx = 1\n', encoding="utf-8")
     (tmp_path / "templates" / "host").mkdir(parents=True)
-    (tmp_path / "templates" / "forward.cu").write_text("int x;\n")
-    (tmp_path / "templates" / "host" / "cpu.cuh").write_text("int x;\n")
+    (tmp_path / "templates" / "forward.cu").write_text("int x;\n", encoding="utf-8")
+    (tmp_path / "templates" / "host" / "cpu.cuh").write_text("int x;\n", encoding="utf-8")
     monkeypatch.setattr(gpu_record.sys, "path", list(gpu_record.sys.path))  # `record` adds to it
     monkeypatch.setattr(gpu_record, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_record, "RECORD", tmp_path / "gpu_record.json")
@@ -59,7 +59,7 @@ def test_check(checkout, gpu, capsys, file, text, status, words):
     assert gpu_record.check() == 1
     assert gpu_record.record(gpu_record.RECORD) == 0
     assert gpu_record.check() == 0
-    (checkout / file).write_text(text)
+    (checkout / file).write_text(text, encoding="utf-8")
     capsys.readouterr()
     assert gpu_record.check() == status
     assert words in capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_what_is_not_recorded(checkout, gpu, counts):
 
 def test_record(checkout, gpu):
     assert gpu_record.record(gpu_record.RECORD) == 0
-    written = json.loads(gpu_record.RECORD.read_text())
+    written = json.loads(gpu_record.RECORD.read_text(encoding="utf-8"))
     assert (written["gpu"], written["arch"], written["nvrtc"]) == ("H100", "sm_90a", "13.0")
     assert written["passed"] == 3
 

@@ -18,7 +18,7 @@ from compare import check
 from streams import capture, side_stream
 
 import rtflash
-from rtflash import build
+from rtflash import artifacts
 
 pytestmark = pytest.mark.gpu
 on_gpu = pytest.mark.parametrize("backend", GPU_BACKENDS, indirect=True)
@@ -35,9 +35,9 @@ def normal(torch: Any, *shape: int, seed: int = 0) -> tuple[Any, Any, Any]:
 
 def compilations(call: Callable[[], Any]) -> int:
     """NVRTC compilations that the call causes."""
-    before = build.compile_count
+    before = artifacts.compile_count
     call()
-    return build.compile_count - before
+    return artifacts.compile_count - before
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (20, 5)}], ids=str)

@@ -20,7 +20,7 @@ import rtflash
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
-from rtflash import jax_ops  # noqa: E402
+from rtflash import jax_callbacks  # noqa: E402
 
 on_both = pytest.mark.parametrize("backend", params("jax-cpu", "jax-cuda"), indirect=True)
 # One part: then results do not depend on the batch, which vmap may change.
@@ -497,7 +497,7 @@ def launched(
     monkeypatch.setattr(jax, "local_devices", lambda backend: [one])
     made = jax.make_jaxpr(function)(*inputs).eqns[-1]
     op, operands = made.params["op"], [x.aval for x in made.invars]
-    callback = jax_ops.DeviceCall(op, operands)
+    callback = jax_callbacks.DeviceCall(op, operands)
     given = [Buffer(x) for x in operands]
     results = [Buffer(x) for x in (*op.results(operands), *callback.workspace)]
     for place, cache in zip(op.written(), results[1 + op.want_lse :], strict=False):

@@ -1,4 +1,4 @@
-"""rtflash/launch.py mirrors params.cuh: a C++ compiler says where the fields of each kernel's Params are."""
+"""rtflash/layouts.py mirrors params.cuh: a C++ compiler says where the fields of each kernel's Params are."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from rtflash import cxx, launch, render
+from rtflash import cxx, layouts, render
 from rtflash.spec import AnySpec, AppendSpec, CombineSpec, Spec
 
 TILE = {"head_dim": 64, "head_dim_v": 64, "block_m": 64, "block_n": 64, "warps": 4, "stages": 1}
 FORWARD = Spec("fp16", **TILE)
 HOPPER = Spec("fp16", 64, 64, 192, 128, 12, 2, isa=90)
 SPLIT = Spec("bf16", **TILE, split=True, ragged=True, paged=True, rotary="halves")
-KERNELS: dict[str, tuple[AnySpec, launch.Layout]] = {
-    "forward": (FORWARD, launch.FORWARD),
-    "split forward": (SPLIT, launch.FORWARD),
-    "forward by TMA": (HOPPER, launch.FORWARD_TMA),
-    "combine": (CombineSpec("fp16"), launch.COMBINE),
-    "append": (AppendSpec("fp16"), launch.APPEND),
+KERNELS: dict[str, tuple[AnySpec, layouts.Layout]] = {
+    "forward": (FORWARD, layouts.FORWARD),
+    "split forward": (SPLIT, layouts.FORWARD),
+    "forward by TMA": (HOPPER, layouts.FORWARD_TMA),
+    "combine": (CombineSpec("fp16"), layouts.COMBINE),
+    "append": (AppendSpec("fp16"), layouts.APPEND),
 }
 SIZES = {"M": 128, "Q": 8, "q": 8, "i": 4, "f": 4}
 # A declaration such as `const int* lse;` or `Strides q_strides;`.
 MEMBER = re.compile(r"^\s*(?:const )?(\w+)\*? (\w+);", re.MULTILINE)
 
 
-def packed(layout: launch.Layout) -> list[tuple[str, int]]:
-    """(field, offset) of every field as launch.py packs them."""
+def packed(layout: layouts.Layout) -> list[tuple[str, int]]:
+    """(field, offset) of every field as layouts.py packs them."""
     parts = re.findall(r"(\d+)(\w)", layout.head.format + layout.rest.format)
     # A tensor map is packed as so many bytes.
     codes = "".join("M" if code == "s" else code * int(count) for count, code in parts)
@@ -59,7 +59,7 @@ def compiled(source: str, fields: list[str], scratch: Path) -> list[tuple[str, i
     )
     program = f'#include <cstdio>\n{source}\nint main() {{\n{reports}  std::printf(" %zu\\n", sizeof(Params));\n}}\n'
     path = scratch / "offsets.cpp"
-    path.write_text(program)
+    path.write_text(program, encoding="utf-8")
     compiler = cxx.find()
     subprocess.run(
         [compiler.path, "-std=c++17", str(path), "-o", str(scratch / "offsets")], check=True
@@ -79,18 +79,18 @@ def test_params_are_those_of_params_cuh(kernel: str, tmp_path: Path) -> None:
     *offsets, (_, size) = compiled(source, fields, tmp_path)
     assert offsets == packed(layout)
     assert size == layout.size
-    assert size <= -(-launch.PARAMS_BYTES // 8) * 8
+    assert size <= -(-layouts.PARAMS_BYTES // 8) * 8
 
 
-LAYOUTS = [launch.FORWARD, launch.FORWARD_TMA, launch.COMBINE, launch.APPEND]
+LAYOUTS = [layouts.FORWARD, layouts.FORWARD_TMA, layouts.COMBINE, layouts.APPEND]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fields_are_described_as_they_are_packed(layout: launch.Layout) -> None:
+def test_fields_are_described_as_they_are_packed(layout: layouts.Layout) -> None:
     described = layout.described()
     assert [(name, offset) for name, _, offset in described] == packed(layout)
     assert {kind for _, kind, _ in described} <= {
-        launch.TENSOR_MAP,
+        layouts.TENSOR_MAP,
         "pointer",
         "int32",
         "int64",
@@ -99,8 +99,8 @@ def test_fields_are_described_as_they_are_packed(layout: launch.Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_plan_keeps_follows_the_head(layout: launch.Layout) -> None:
+def test_what_a_plan_keeps_follows_the_head(layout: layouts.Layout) -> None:
     """The rest is copied behind the head: its first field must lie there without padding."""
     assert layout.head.size % 8 == 0
-    assert layout.head.size + layout.rest.size <= launch.PARAMS_BYTES
+    assert layout.head.size + layout.rest.size <= layouts.PARAMS_BYTES
     assert len(set(layout.fields)) == len(layout.fields)

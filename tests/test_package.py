@@ -75,7 +75,7 @@ def environment(folder, archive=None):
     site = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True)
     packages = Path(site.stdout.strip())
     here = {sysconfig.get_paths()[key] for key in ("purelib", "platlib")}
-    (packages / "outer.pth").write_text("\n".join(here) + "\n")
+    (packages / "outer.pth").write_text("\n".join(here) + "\n", encoding="utf-8")
     if archive is not None:
         zipfile.ZipFile(archive).extractall(packages)
     return python

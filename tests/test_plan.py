@@ -10,7 +10,7 @@ import pytest
 from fake_gpu import FIRST, LIBRARY, FakeGpu, Library, encoded, view
 
 import rtflash
-from rtflash import call, launch, problem, select, tensor
+from rtflash import call, describe, layouts, select, tensor
 from rtflash.problem import Tensors
 from rtflash.spec import AppendSpec, CombineSpec, Spec
 from rtflash.tensor import View
@@ -32,7 +32,7 @@ def ints(place: int, *shape: int) -> View:
 
 def pointers(launched: Any) -> dict[str, int]:
     """The addresses in Params that are not null, in MiB where they are an input's."""
-    names = (*launch.FORWARD.pointers, *launch.COMBINE.pointers, *launch.APPEND.pointers)
+    names = (*layouts.FORWARD.pointers, *layouts.COMBINE.pointers, *layouts.APPEND.pointers)
     return {
         name.removeprefix("sequences."): value / 2**20 if value < FIRST else value
         for name, value in launched.params.items()
@@ -50,13 +50,13 @@ def test_a_dense_call(gpu: FakeGpu) -> None:
     assert pointers(first) == {"q": 1, "k": 2, "v": 3, "o": alone.ptr, "alibi_slopes": 4}
     assert pointers(second) == {"q": 1, "k": 2, "v": 3, "o": out.ptr, "lse": lse.ptr}
     assert (second.params["seqlen_q"], second.params["seqlen_k"]) == (64, 64)
-    described = problem.dense(q, k, v, causal=True)
+    described = describe.dense(q, k, v, causal=True)
     spec, grid = select.forward(described, rtflash.device.get(0))
     assert (second.spec, second.shape) == (spec, grid[:3])
     tensors = Tensors(q, k, v)
-    head = launch.forward_head(tensors, out.ptr, lse.ptr, 64, 64)
-    rest = launch.forward_scalars(described, grid, spec, tensors)
-    whole = launch.FORWARD_HEAD.pack(*head) + rest
+    head = layouts.forward_head(tensors, out.ptr, lse.ptr, 64, 64)
+    rest = layouts.forward_scalars(described, grid, spec, tensors)
+    whole = layouts.FORWARD_HEAD.pack(*head) + rest
     assert bytes(gpu.arguments.bytes[: len(whole)]) == whole
 
 
@@ -116,7 +116,7 @@ def test_packed_sequences_on_hopper(gpu: FakeGpu, batch: int) -> None:
     assert gpu.cleared == ([(gpu.made[1].ptr, 0), (counter.ptr, 1)] if draws else [])
     assert (counter.shape, counter.dtype) == ((1,), "fp32") or not draws
     assert second.params["o"] == out.ptr
-    maps = [second.params[name] for name in launch.FORWARD_TMA.maps]
+    maps = [second.params[name] for name in layouts.FORWARD_TMA.maps]
     assert maps == [encoded(x.ptr) for x in (q, k, v)]
 
 

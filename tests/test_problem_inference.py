@@ -13,10 +13,12 @@ import rtflash
 from rtflash import (
     build,
     call,
+    describe,
     device,
     inference,
     lengths,
     merging,
+    partials,
     plan,
     problem,
     select,
@@ -48,11 +50,11 @@ PAGED_CACHE = CACHE._replace(k=view(7, 16, 2, 64), v=view(7, 16, 2, 32), block_t
 
 
 def varlen(tensors: Tensors, max_q: Any = 6, max_k: Any = 8, **options: Any) -> problem.Problem:
-    return problem.varlen(tensors, max_q, max_k, **options)
+    return describe.varlen(tensors, max_q, max_k, **options)
 
 
 def kvcache(tensors: Tensors, **options: Any) -> problem.Problem:
-    return problem.kvcache(tensors, names=inference.CACHE, **options)
+    return describe.kvcache(tensors, names=inference.CACHE, **options)
 
 
 def test_varlen() -> None:
@@ -317,29 +319,29 @@ REFUSALS: dict[str, tuple[type[Exception], str, Any]] = {
     "partial LSE": (
         ValueError,
         r"^lse_partial has shape \(3, 2, 4, 5\); it must be \(3, 2, 5, 4\)$",
-        lambda: problem.combine(view(3, 2, 5, 4, 8), view(3, 2, 4, 5, dtype="fp32")),
+        lambda: partials.combine(view(3, 2, 5, 4, 8), view(3, 2, 4, 5, dtype="fp32")),
     ),
     "partial LSE's dtype": (
         TypeError,
         "^lse_partial is fp16; it must be fp32$",
-        lambda: problem.combine(view(3, 2, 5, 4, 8), view(3, 2, 5, 4)),
+        lambda: partials.combine(view(3, 2, 5, 4, 8), view(3, 2, 5, 4)),
     ),
     "too many parts": (
         ValueError,
         "number of splits is 257; it must be in 1..256",
-        lambda: problem.combine(view(257, 5, 4, 8), view(257, 5, 4, dtype="fp32")),
+        lambda: partials.combine(view(257, 5, 4, 8), view(257, 5, 4, dtype="fp32")),
     ),
     "a strided result": (
         ValueError,
         "^out has strides .* it must be row-major$",
-        lambda: problem.combine(
+        lambda: partials.combine(
             view(3, 5, 4, 8), view(3, 5, 4, dtype="fp32"), view(5, 4, 8, step=2)
         ),
     ),
     "a result between elements": (
         ValueError,
         "^out has address 0x102; it must be a multiple of its 4-byte elements$",
-        lambda: problem.combine(
+        lambda: partials.combine(
             view(3, 5, 4, 8),
             view(3, 5, 4, dtype="fp32"),
             view(5, 4, 8, dtype="fp32", ptr=258),
@@ -348,7 +350,7 @@ REFUSALS: dict[str, tuple[type[Exception], str, Any]] = {
     "LSE to merge": (
         ValueError,
         r"^lse_b has shape \(2, 5, 4\); it must be \(2, 4, 5\)$",
-        lambda: problem.merge(
+        lambda: partials.merge(
             view(2, 5, 4, 8),
             view(2, 4, 5, dtype="fp32"),
             view(2, 5, 4, 8),
@@ -371,7 +373,10 @@ def test_merges_take_no_other_dtype(dtype: str) -> None:
     parts = {"out_partial": view(3, 5, 4, 8), "lse_partial": view(3, 5, 4, dtype="fp32")}
     states = {name: view(5, 4, 8) for name in ("out_a", "out_b")}
     states |= {name: view(4, 5, dtype="fp32") for name in ("lse_a", "lse_b")}
-    for make, given in ((problem.combine, parts | {"out": view(5, 4, 8)}), (problem.merge, states)):
+    for make, given in (
+        (partials.combine, parts | {"out": view(5, 4, 8)}),
+        (partials.merge, states),
+    ):
         make(**given)
         for name, x in given.items():
             wanted = "fp32" if "lse" in name else "fp16, bf16 or fp32"
@@ -854,7 +859,7 @@ def states(*rows: int, second: int = 4096, **options: Any) -> tuple[list[View], 
     for ptr in (256, 256 + second):
         views.append(view(*rows, 4, 8, ptr=ptr, **options))
         views.append(view(*lse, dtype="fp32", ptr=ptr))
-    return views, problem.merge(*views)
+    return views, partials.merge(*views)
 
 
 @pytest.mark.parametrize("rows", [(2, 5), (5,)], ids=str)
@@ -889,12 +894,12 @@ def test_parts_are_combined_where_they_are(
     merges: list[tuple[Any, ...]], rows: tuple[int, ...]
 ) -> None:
     views = [view(3, *rows, 4, 8, dtype="fp32"), view(3, *rows, 4, dtype="fp32"), None]
-    made = problem.combine(views[0], views[1], None, "bf16")
+    made = partials.combine(views[0], views[1], None, "bf16")
     out, lse = merging._combine_on_device(Library(), made, tuple(views), views)
     assert merges == [(made, views[0], views[1], (20, 4, 1)[-len(rows) - 1 :])]
     assert (out.shape, out.dtype, lse.shape) == ((*rows, 4, 8), "bf16", (*rows, 4))
     given = view(*rows, 4, 8)
-    made = problem.combine(views[0], views[1], given)
+    made = partials.combine(views[0], views[1], given)
     out, _ = merging._combine_on_device(Library(), made, (*views[:2], given), [*views[:2], given])
     assert out is given
 
@@ -904,7 +909,7 @@ def test_parts_are_combined_where_they_are(
 def test_warmup_describes_calls_that_are_allowed(
     monkeypatch: pytest.MonkeyPatch, paged: bool, rotary: str
 ) -> None:
-    """One varlen call, and cache calls of one query and of many; whatever they need is compiled once."""
+    """One varlen call, and cache calls of many queries and of one; whatever they need is compiled once."""
     met: list[problem.Problem] = []
     monkeypatch.setattr(device, "get", lambda index: device.for_arch("sm_90a"))
     monkeypatch.setattr(
@@ -923,17 +928,21 @@ def test_warmup_describes_calls_that_are_allowed(
     needed = {spec.name for made in met for spec in every(made, device.for_arch("sm_90a"))}
     assert len(names) == len(set(names))
     assert set(names) == needed
-    dense, *met = met
-    assert not dense.ragged
-    assert [made.seqlen_q for made in met] == [4096, 1, 4096]
-    assert [made.mask for made in met] == ["causal", "full", "causal"]
-    assert all(made.ragged and made.alibi and made.heads == 4 for made in met)
+    assert not met[0].ragged
+    met = [made for made in met if made.ragged]
+    assert [made.seqlen_q for made in met] == [2, 2, 1]
+    assert [made.mask for made in met] == ["causal", "causal", "full"]
+    assert all(made.alibi and made.heads == 4 for made in met)
     assert {made.page_size for made in met} == {16 if paged else 0}
     assert [made.rotary for made in met] == ["none", rotary, rotary]
     with pytest.raises(ValueError, match="append is False"):
         rtflash.warmup(64, kvcache=True, rotary="halves")
     with pytest.raises(ValueError, match="rotary is 'yes'"):
         rtflash.warmup(64, kvcache=True, append=True, rotary="yes")
+    with pytest.raises(
+        ValueError, match="head_dim is 1; with rotary 'halves' it must be at least 2"
+    ):
+        rtflash.warmup(1, kvcache=True, append=True, rotary="halves")
 
 
 def test_warmup_without_a_gpu_names_what_works() -> None:
@@ -983,13 +992,13 @@ def test_tensors_without_elements_have_any_strides() -> None:
         k_new=view(0, 2, 2, 64),
         v_new=view(0, 2, 2, 32),
     )
-    assert problem.kvcache(empty).batch == 0
+    assert describe.kvcache(empty).batch == 0
     expanded = view(4, 40, 2, 64)._replace(strides=(0, 128, 64, 1))
     nothing = APPEND._replace(k=expanded, k_new=view(3, 0, 2, 64), v_new=view(3, 0, 2, 32))
-    assert problem.kvcache(nothing).seqlen_new == 0
+    assert describe.kvcache(nothing).seqlen_new == 0
     out = view(5, 0, 4, 64, dtype="fp32")._replace(strides=(0, 0, 0, 0))
     parts = view(2, 5, 0, 4, 64, dtype="fp32"), view(2, 5, 0, 4, dtype="fp32")
-    assert problem.combine(*parts, out).rows == (5, 0)
+    assert partials.combine(*parts, out).rows == (5, 0)
 
 
 def test_read_only_caches_with_nothing_to_append() -> None:

@@ -230,11 +230,11 @@ def test_nvrtc_reports_the_template_line(file, number):
 def test_templates_of_a_folder(tmp_path):
     (tmp_path / "sm80").mkdir()
     (tmp_path / "k.cu").write_bytes(b"int a;\r\nint b;\r\n")
-    (tmp_path / "sm80" / "a.cuh").write_text("int c;\n")
-    (tmp_path / "notes.txt").write_text("no template")
+    (tmp_path / "sm80" / "a.cuh").write_text("int c;\n", encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("no template", encoding="utf-8")
     assert render.templates(tmp_path) == {"k.cu": "int a;\nint b;\n", "sm80/a.cuh": "int c;\n"}
     first = render.digest(tmp_path)
-    (tmp_path / "k.cu").write_text("int changed;\n")
+    (tmp_path / "k.cu").write_text("int changed;\n", encoding="utf-8")
     assert render.digest(tmp_path) == first, "a process reads the templates once"
     render.templates.cache_clear()
     render.digest.cache_clear()

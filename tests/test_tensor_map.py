@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rtflash import device, problem, select, tensor_map
+from rtflash import describe, device, select, tensor_map
 from rtflash.dlpack import row_major
 from rtflash.spec import Spec
 from rtflash.tensor import View
@@ -68,7 +68,7 @@ def test_addresses_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hopper_is_chosen_or_the_reason_said() -> None:
     q = view(4, 1024, 8, 128)
-    call = problem.dense(q, q, q)
+    call = describe.dense(q, q, q)
     hopper, ampere = device.for_arch("sm_90a"), device.for_arch("sm_80")
     spec, grid = select.forward(call, hopper)
     assert (spec.isa, spec.kernel_file, grid.blocks) == (90, "forward_sm90.cu", 132)
@@ -101,7 +101,7 @@ def test_what_hoppers_kernel_serves(
 ) -> None:
     """Groups are packed where one head leaves a tile empty and a tile holds whole positions."""
     q, k = view(2, seqlen_q, heads, 64), view(2, 4096, 2, 64)
-    call = dataclasses.replace(problem.dense(q, k, k), **other)
+    call = dataclasses.replace(describe.dense(q, k, k), **other)
     spec, _ = select.forward(call, device.for_arch("sm_90a"))
     assert spec.isa == 90
     assert {name: getattr(spec, name) for name in wanted} == wanted
@@ -112,7 +112,7 @@ def test_what_hoppers_kernel_serves(
 def test_groups_that_fill_no_tile_of_hoppers(seqlen_q: int, heads: int, paged: bool) -> None:
     """7, 71 or 3 heads of a group: unpacked they would leave most of a tile empty, and read keys once a head."""
     q, k = view(2, seqlen_q, heads, 64), view(2, 4096, 2, 64)
-    call = problem.dense(q, k, k)
+    call = describe.dense(q, k, k)
     if paged:
         call = dataclasses.replace(call, page_size=16, ragged=True)
     spec, _ = select.forward(call, device.for_arch("sm_90a"))
@@ -131,5 +131,5 @@ def test_boxes_of_pages_divide_pages_and_tiles(page_size: int, rows: int) -> Non
 
 def test_ctas_stay_where_there_are_more_tiles_than_sms() -> None:
     q = view(2, 16384, 16, 128)
-    spec, grid = select.forward(problem.dense(q, q, q), device.for_arch("sm_90a"))
+    spec, grid = select.forward(describe.dense(q, q, q), device.for_arch("sm_90a"))
     assert (spec.isa, grid.blocks) == (90, 132)

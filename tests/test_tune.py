@@ -88,7 +88,7 @@ def test_label_for_few_rows_is_the_one_in_kernel_names():
 
 def test_a_tile_for_few_rows_is_what_a_decoding_call_gets():
     """The variants that the sweep compiles are those that its calls launch."""
-    problem = Problem(16, 1, 8192, 32, 8, 128, 128, "bf16", 128**-0.5, -1, -1, 0.0, False, 16)
+    problem = Problem(16, 1, 8192, 32, 8, 128, 128, "bf16", 128**-0.5, -1, -1, 0.0, False, 16, True)
     gpu, tile = device.for_arch("sm_90"), trial.parse_tile("m16x64_w4ks3_b2")
     with import_tool("tune_decode").in_table(tile):
         for num_splits in (1, 3):
@@ -189,7 +189,9 @@ def test_runs_as_a_script(tmp_path):
 
 
 def test_kept_measurements_are_of_tiles():
-    kept = json.loads((ROOT / "docs" / "benchmarks" / "tiles_h200.json").read_text("utf-8"))
+    kept = json.loads(
+        (ROOT / "docs" / "benchmarks" / "tiles_h200.json").read_text(encoding="utf-8")
+    )
     chip = device.for_arch("sm_90")
     assert len(kept["rows"]) > 500
     for values in kept["rows"]:
@@ -210,7 +212,7 @@ def test_sweep_on_the_gpu(tmp_path):
     options = ("--head-dim", 64, "--seqlen", "1024", "--tile", "m64x48_w4s1,m128x1024_w4s1")
     result = run(*options, "--json", file)
     assert result.exit_code == 0, result.output
-    machine, *rows = json.loads(file.read_text("utf-8"))
+    machine, *rows = json.loads(file.read_text(encoding="utf-8"))
     assert machine["mode"] == "tiles"
     assert [row["causal"] for row in rows] == [False] * 3 + [True] * 3
     assert [row.get("dropped") for row in rows[:3]] == [None, None, "too much shared memory"]
@@ -226,7 +228,7 @@ def test_sweep_for_few_rows_on_the_gpu(tmp_path):
     file = tmp_path / "rows.json"
     result = run("--rows", "few", "--head-dim", 64, "--tile", "m16x64_w4ks2", "--json", file)
     assert result.exit_code == 0, result.output
-    _, *rows = json.loads(file.read_text("utf-8"))
+    _, *rows = json.loads(file.read_text(encoding="utf-8"))
     assert len(rows) == 2 * 2
     assert all(row["of copy"] > 0 and row["us"] > 0 for row in rows)
     assert "in the table" in result.output

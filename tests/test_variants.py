@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtflash import build, device, nvrtc, select
+from rtflash import artifacts, device, nvrtc, select
 from rtflash.problem import Problem
 from rtflash.spec import AnySpec, AppendSpec, CombineSpec, Spec
 
@@ -110,7 +110,7 @@ def target(arch: str) -> str:
     return device.for_arch(arch).arch
 
 
-def faults(arch: str, made: build.Artifact) -> list[str]:
+def faults(arch: str, made: artifacts.Artifact) -> list[str]:
     """What a shipped kernel must not have, table or no table."""
     used, spec = made.resources, made.spec
     gpu = device.for_arch(arch)
@@ -131,21 +131,23 @@ def faults(arch: str, made: build.Artifact) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[Callable[[str, AnySpec], build.Artifact]]:
+def compiled(
+    request: pytest.FixtureRequest,
+) -> Iterator[Callable[[str, AnySpec], artifacts.Artifact]]:
     """The artifact of a variant. Those of all selected tests are compiled ahead, a core each.
 
     Under pytest-xdist the workers share the tests out, so each compiles its own as they come.
     """
     pytest.importorskip("cupy")
     known = nvrtc.supported_archs()
-    futures: dict[tuple[str, AnySpec], Future[build.Artifact]] = {}
+    futures: dict[tuple[str, AnySpec], Future[artifacts.Artifact]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
 
-        def get(arch: str, spec: AnySpec) -> build.Artifact:
+        def get(arch: str, spec: AnySpec) -> artifacts.Artifact:
             if target(arch) not in known:
                 pytest.skip(f"NVRTC {nvrtc.version()} does not know {target(arch)}")
             if (arch, spec) not in futures:
-                futures[arch, spec] = pool.submit(build.compile, spec, target(arch))
+                futures[arch, spec] = pool.submit(artifacts.compile, spec, target(arch))
             return futures[arch, spec].result()
 
         if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -153,7 +155,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Callable[[str, AnySpec]
                 wanted: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
                 if "arch" in wanted and "spec" in wanted and target(wanted["arch"]) in known:
                     key = wanted["arch"], wanted["spec"]
-                    futures[key] = pool.submit(build.compile, key[1], target(key[0]))
+                    futures[key] = pool.submit(artifacts.compile, key[1], target(key[0]))
         yield get
         pool.shutdown(cancel_futures=True)
 
@@ -163,7 +165,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Callable[[str, AnySpec]
     [pytest.param(arch, spec, id=f"{arch}-{spec.name}") for arch, spec in VARIANTS],
 )
 def test_variant(
-    compiled: Callable[[str, AnySpec], build.Artifact], arch: str, spec: AnySpec
+    compiled: Callable[[str, AnySpec], artifacts.Artifact], arch: str, spec: AnySpec
 ) -> None:
     made = compiled(arch, spec)
     assert not faults(arch, made)
@@ -223,7 +225,9 @@ def compile_all(variants: Sequence[tuple[str, AnySpec]]) -> dict[str, dict[str, 
     made: dict[str, dict[str, list[int]]] = {arch: {} for arch in ARCHS}
     seconds, bad = [], 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        pending = {pool.submit(build.compile, spec, target(arch)): arch for arch, spec in variants}
+        pending = {
+            pool.submit(artifacts.compile, spec, target(arch)): arch for arch, spec in variants
+        }
         for future in as_completed(pending):
             arch, artifact = pending[future], future.result()
             used, spec = artifact.resources, artifact.spec

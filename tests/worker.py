@@ -20,7 +20,7 @@ def main(head_dim: int) -> None:
     import numpy as np
 
     import rtflash
-    from rtflash import build
+    from rtflash import artifacts
 
     random = np.random.default_rng(0)
     q, k, v = (
@@ -35,7 +35,7 @@ def main(head_dim: int) -> None:
         seconds = time.perf_counter() - start
     report = {
         "digest": hashlib.sha256(cupy.asnumpy(out).tobytes()).hexdigest(),
-        "compilations": build.compile_count,
+        "compilations": artifacts.compile_count,
         "warnings": [str(warning.message) for warning in caught],
         "seconds": seconds,
     }

@@ -16,14 +16,14 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from rtflash import build, device, nvrtc, tuned
+from rtflash import artifacts, device, nvrtc, tuned
 from rtflash.device import Device
 from rtflash.spec import DTYPES, AnySpec
 from rtflash.tiles import Tile
 
 from . import bench, chart, trial
 from .generate import head_dims
-from .screen import check_file, check_plot, console, frameless, items
+from .screen import check_file, check_plot, console, frameless, items, working
 from .served import WINDOWS
 from .shapes import Serving, Shape, candidates, launched, serving, siblings
 from .tile_times import measure
@@ -41,8 +41,8 @@ def faults(specs: Sequence[AnySpec], gpu: Device) -> list[str]:
 
     def look(spec: AnySpec) -> str:
         try:
-            used = build.artifact(spec, arch).resources
-        except build.CompileError as error:
+            used = artifacts.artifact(spec, arch).resources
+        except artifacts.CompileError as error:
             return f"does not compile, see {error.path}"
         return "spills" if used.spill_stores or used.spill_loads or used.local_bytes else ""
 
@@ -57,11 +57,11 @@ def tune(
     now = serving(shape, gpu)
     tiles = candidates(shape, now, gpu, given)
     variants = [(tile, spec) for tile in tiles for spec in launched(shape, now.table, tile, gpu)]
-    with console.status(f"compiling {len(variants)} kernels"):
+    with working(f"compiling {len(variants)} kernels"):
         reasons = faults([spec for _, spec in variants], gpu)
     dropped = {tile: why for (tile, _), why in zip(variants, reasons, strict=True) if why}
     usable = [tile for tile in tiles if tile not in dropped]
-    with console.status(f"measuring {len(usable)} tiles"):
+    with working(f"measuring {len(usable)} tiles"):
         times = {**dropped, **measure(shape, now.table, usable)}
     rows = [row_of(shape, now, tile, times[tile]) for tile in tiles]
     return now, rows, winner(shape, now, times, gpu)

@@ -17,7 +17,7 @@ import rtflash
 from rtflash import device
 
 from . import generate
-from .screen import console, duration, frameless, rate
+from .screen import console, duration, frameless, rate, working
 
 Array = np.ndarray[Any, Any]
 
@@ -205,7 +205,7 @@ def command() -> None:
     reason = device.why_no_gpu()
     if reason is not None:
         console.print(f"[yellow]No GPU is used.[/] {escape(reason)}")
-    with console.status("attending..."):
+    with working("attending..."):
         checks = [causal_gqa(backend), minilm(backend)]
     right = ("first call", "then", "speed", "error", "allowed")
     table = frameless("call", *right, "", right=right)
@@ -232,7 +232,7 @@ def compile_elsewhere() -> None:
     calls = generate.problems(["bf16"], [(128, 128)], ["causal"], [frozenset()], [(4096, 4096)])
     chosen, _ = generate.variants(["sm_80", "sm_90a"], calls)
     try:
-        with console.status("compiling..."):
+        with working("compiling..."):
             outcomes = list(generate.compile_all(chosen, jobs=1))
     except (ImportError, RuntimeError) as error:
         console.print(f"[yellow]not done:[/] {escape(str(error))}")

@@ -21,7 +21,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import rtflash
-from rtflash import build, bundle, device, nvrtc, record
+from rtflash import artifacts, bundle, device, nvrtc, record
+from rtflash.ahead import Inference
 from rtflash.spec import DTYPES, MAX_HEAD_DIM, ROTARIES
 
 from . import wheel
@@ -31,7 +32,6 @@ from .served import (
     FEATURES,
     LENGTHS,
     WINDOWS,
-    Inference,
     Variant,
     problems,
     table_variants,
@@ -52,8 +52,8 @@ def compile_all(chosen: Sequence[Variant], jobs: int, lines: bool = True) -> Ite
 
     def work(variant: Variant) -> Outcome:
         try:
-            return Outcome(variant, build.compile(*variant, lines=lines), "")
-        except build.CompileError as error:
+            return Outcome(variant, artifacts.compile(*variant, lines=lines), "")
+        except artifacts.CompileError as error:
             return Outcome(variant, None, str(error))
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -85,6 +85,18 @@ def lengths(text: str) -> list[tuple[int, int]]:
     return list(dict.fromkeys(itertools.chain.from_iterable(chosen)))
 
 
+def targets(text: str) -> list[str]:
+    """Architectures of "sm_80,sm_90": those of GPUs as NVRTC names them, and PTX as it is ("compute_90").
+
+    Raises
+    ------
+    ValueError
+        One is unknown.
+    """
+    named = items(text, "--arch")
+    return [item if record.PTX.fullmatch(item) else device.for_arch(item).arch for item in named]
+
+
 def check_inference(wanted: Inference) -> None:
     """BadParameter if an option would do nothing."""
     if wanted.rotary not in ROTARIES:
@@ -114,6 +126,11 @@ def choose(
     typer.BadParameter
         Some of them do not go together, or the record or a variant cannot be read.
     """
+    if ptx := [arch for arch in archs if nvrtc.is_ptx(arch) and not (recorded or specs)]:
+        raise typer.BadParameter(
+            f"--arch is {', '.join(ptx)}, PTX for a GPU that NVRTC does not know: its variants are chosen by that GPU; "
+            "name them by --spec or --record"
+        )
     if not (every or recorded or specs):
         return calls()
     ways = {"--table": every, "--record": recorded is not None, "--spec": bool(specs)}
@@ -235,7 +252,7 @@ def command(
     check_outputs(out, report_file, drawing, package, name)
     check_file(pack, "--bundle")
     try:
-        archs = [device.for_arch(item).arch for item in items(arch, "--arch")]
+        archs = targets(arch)
         chosen, refused = choose(
             context, archs, lambda: variants(archs, calls, wanted), every, recorded, spec or []
         )

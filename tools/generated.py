@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from rtflash import build, bundle, device, dump, launch
+from rtflash import artifacts, bundle, device, dump, layouts
 from rtflash.spec import WARP_SIZE, AnySpec, AppendSpec, Spec
 
 from .screen import frameless
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     """What came of a variant: its artifact, or the compiler's words."""
 
     variant: Variant
-    artifact: build.Artifact | None
+    artifact: artifacts.Artifact | None
     error: str
 
     @property
@@ -51,7 +51,7 @@ def write(outcome: Outcome, folder: Path) -> None:
     if outcome.artifact is None:
         return
     spec, arch = outcome.variant
-    entry = build.to_entry(outcome.artifact)
+    entry = artifacts.to_entry(outcome.artifact)
     how = json.dumps(launch_record(spec), indent=1) + "\n"
     files = {**entry.files, "launch.json": how.encode()}
     dump.write(dump.folder(folder, spec, arch), files, entry.record)
@@ -79,13 +79,13 @@ def launch_record(spec: AnySpec) -> dict[str, Any]:
             ("seqlen_q * group", "heads / group") if spec.pack_gqa else ("seqlen_q", "heads")
         )
         grid = f"ceil({rows} / {spec.block_m}) * batch * {heads} * splits"
-        layout = launch.FORWARD
+        layout = layouts.FORWARD
         if spec.isa == 90:  # the CTAs stay, and share the tiles
-            grid, layout = f"min({grid}, multiprocessors)", launch.FORWARD_TMA
+            grid, layout = f"min({grid}, multiprocessors)", layouts.FORWARD_TMA
     elif isinstance(spec, AppendSpec):
-        grid, layout = "batch * seqlen_new * heads", launch.APPEND
+        grid, layout = "batch * seqlen_new * heads", layouts.APPEND
     else:
-        grid, layout = "batch * seqlen * heads", launch.COMBINE
+        grid, layout = "batch * seqlen * heads", layouts.COMBINE
     fields = layout.described()
     return {
         "symbol": spec.name,
@@ -97,7 +97,7 @@ def launch_record(spec: AnySpec) -> dict[str, Any]:
     }
 
 
-def ctas(made: build.Artifact) -> int:
+def ctas(made: artifacts.Artifact) -> int:
     """CTAs of a kernel that an SM holds, by its registers, shared memory and warps; 0 for an unknown architecture."""
     used, spec = made.resources, made.spec
     try:

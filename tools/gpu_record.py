@@ -35,9 +35,12 @@ KERNEL_MODULES = (
     "cache_checks",
     "call",
     "checks",
+    "describe",
     "device",
+    "jax_callbacks",
     "jax_ops",
     "launch",
+    "layouts",
     "merging",
     "nvrtc",
     "partials",
@@ -157,7 +160,8 @@ def driver_version() -> str:
     """The driver's own version; "unknown" where nvidia-smi is missing."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+        done = subprocess.run(command, capture_output=True, check=True)
+        return done.stdout.decode(errors="replace").split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "unknown"
 

@@ -135,7 +135,14 @@ def main(tools: list[str]) -> int:
     failed = False
     for tool in tools or TOOLS[:2]:
         command = [sanitizer, "--tool", tool, "--error-exitcode", "86", *sweep]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
         found = SUMMARY.findall(done.stdout)
         clean = done.returncode == 0 and found and all(count == "0" for count in found)
         print(f"{tool}: {'clean' if clean else 'FAILED'} over {len(SWEEP) + len(INFERENCE)} calls")

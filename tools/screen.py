@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 PLOTS = (".png", ".svg", ".pdf")
@@ -32,6 +33,11 @@ def frameless(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = (
             no_wrap=name in whole,
         )
     return table
+
+
+def working(what: str) -> Status:
+    """A line that says on a terminal what takes long; its spinner is one that every terminal can show."""
+    return console.status(what, spinner="line")
 
 
 def size(count: int) -> str:

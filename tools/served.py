@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rtflash import device, select
+from rtflash.ahead import Inference, inference_calls
 from rtflash.problem import Problem
 from rtflash.spec import AnySpec
 
@@ -18,7 +18,6 @@ LENGTHS: dict[str, list[tuple[int, int]]] = {
     "all": [(sq, sk) for sq in (8192, 8191) for sk in (8192, 8191)],
 }
 FEATURES = ("softcap", "alibi")
-PAGE_SIZE = 16  # no variant knows it
 WINDOWS = {"full": (-1, -1), "causal": (-1, 0), "window": (1024, 0)}
 
 
@@ -27,24 +26,6 @@ class Variant(NamedTuple):
 
     spec: AnySpec
     arch: str
-
-
-class Inference(NamedTuple):
-    """Calls of inference beside the dense ones; the words are those of rtflash.warmup.
-
-    Attributes
-    ----------
-    varlen : flash_attn_varlen_func.
-    decode : flash_attn_with_kvcache, with lengths in a tensor or not, and dense calls with few queries.
-    paged : those two with a block table.
-    append, rotary : flash_attn_with_kvcache with k and v, and rotary tables: one of ROTARIES.
-    """
-
-    varlen: bool = False
-    decode: bool = False
-    paged: bool = False
-    append: bool = False
-    rotary: str = "none"
 
 
 def problems(
@@ -87,20 +68,6 @@ def problems(
         )
 
 
-def inference_problems(dense: Problem, wanted: Inference) -> Iterator[Problem]:
-    """Calls whose `select.every_variant` are all that inference can need beside a dense call."""
-    placed = dataclasses.replace(dense, ragged=True, page_size=PAGE_SIZE if wanted.paged else 0)
-    if wanted.varlen:
-        yield placed
-    if wanted.decode:
-        yield dense
-        # A single query has no right bound: it would hide nothing.
-        one = dataclasses.replace(placed, seqlen_q=1, window_right=-1)
-        for call in (placed, one):
-            new = call.seqlen_q if wanted.append else 0
-            yield dataclasses.replace(call, seqlen_new=new, rotary=wanted.rotary)
-
-
 def variants(
     archs: Iterable[str], calls: Iterable[Problem], wanted: Inference | None = None
 ) -> tuple[list[Variant], list[str]]:
@@ -119,7 +86,7 @@ def variants(
     for arch, call in itertools.product(devices, list(calls)):
         try:
             specs: list[AnySpec] = [select.forward(call, devices[arch])[0]]
-            for other in inference_problems(call, wanted or Inference()):
+            for other in inference_calls(call, wanted or Inference()):
                 specs += select.every_variant(other, devices[arch])
             found.update(dict.fromkeys(Variant(spec, arch) for spec in specs))
         except (ValueError, TypeError, NotImplementedError) as error:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rtflash import device, plan, select, tuned
-from rtflash.problem import Tensors, dense
+from rtflash.describe import dense
+from rtflash.problem import Tensors
 from rtflash.tensor import framework
 from rtflash.tiles import SOME_ROWS, Tile
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from rtflash import build, select, tuned
+from rtflash import artifacts, select, tuned
 from rtflash.device import KIB, Device
 from rtflash.spec import (
     ALIGNMENTS,
@@ -135,15 +135,17 @@ def hopper_candidates(head_dim: int) -> list[Tile]:
     return found
 
 
-def compile_all(specs: Iterable[Spec], chip: Device, arch: str) -> dict[Spec, build.Artifact | str]:
+def compile_all(
+    specs: Iterable[Spec], chip: Device, arch: str
+) -> dict[Spec, artifacts.Artifact | str]:
     """Each variant compiled, on all cores; or why it is no candidate."""
 
-    def make(spec: Spec) -> build.Artifact | str:
+    def make(spec: Spec) -> artifacts.Artifact | str:
         if spec.shared_bytes > chip.shared_bytes_per_block:
             return "too much shared memory"
         try:
-            made = build.compile(spec, arch)
-        except build.CompileError as error:
+            made = artifacts.compile(spec, arch)
+        except artifacts.CompileError as error:
             return f"does not compile, see {error.path}"
         return "spills" if made.resources.spill_stores or made.resources.spill_loads else made
 

@@ -23,10 +23,11 @@ import typer
 if not __package__:  # run as a script: rtflash is beside tools/, installed or not
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rtflash import build, device, launch, select
+from rtflash import artifacts, build, device, launch, layouts, nvrtc, select
 from rtflash.__main__ import import_tool
+from rtflash.describe import dense
 from rtflash.device import KIB, Device
-from rtflash.problem import Tensors, dense
+from rtflash.problem import Tensors
 from rtflash.spec import MAX_HEAD_DIM, Spec
 from rtflash.tensor import framework
 from rtflash.tiles import Tile
@@ -51,12 +52,12 @@ def make_call(kernel: build.Kernel, shared: int, gpu: Device, qkv: list[Any]) ->
     out = torch.full_like(qkv[0], math.nan)
     lse = out.new_full((problem.batch, problem.heads, problem.seqlen_q), math.nan).float()
     lengths = problem.seqlen_q, problem.seqlen_k
-    head = launch.forward_head(tensors, out.data_ptr(), lse.data_ptr(), *lengths)
-    rest = launch.forward_scalars(problem, grid, spec, tensors)
+    head = layouts.forward_head(tensors, out.data_ptr(), lse.data_ptr(), *lengths)
+    rest = layouts.forward_scalars(problem, grid, spec, tensors)
     stream = torch.cuda.current_stream().cuda_stream
 
     def call() -> Any:
-        launch.launch(kernel, grid, launch.FORWARD_HEAD, head, rest, stream, gpu.index)
+        launch.launch(kernel, grid, layouts.FORWARD_HEAD, head, rest, stream, gpu.index)
         return out, lse
 
     return call
@@ -94,7 +95,9 @@ def is_right(kernel: build.Kernel, shared: int, gpu: Device) -> bool:
     return True
 
 
-def load(made: build.Artifact | str, chip: Device, gpu: Device) -> tuple[build.Kernel, int] | str:
+def load(
+    made: artifacts.Artifact | str, chip: Device, gpu: Device
+) -> tuple[build.Kernel, int] | str:
     """The kernel, checked, and its shared bytes as padded; or why it is no candidate."""
     if isinstance(made, str):
         return made
@@ -119,7 +122,7 @@ def measure(
     specs = [trial.make_spec(tile, d, chip, dtype, causal, s) for causal, s, tile in points]
     # A table's tile serves all lengths, so its variant for odd ones must be usable, too.
     odd = [dataclasses.replace(spec, even_m=False, even_n=False) for spec in specs]
-    compiled = trial.compile_all([*specs, *odd], chip, build.target_arch(gpu))
+    compiled = trial.compile_all([*specs, *odd], chip, nvrtc.target_arch(gpu))
     loaded = {spec: load(made, chip, gpu) for spec, made in compiled.items()}
     shape: tuple[bool, int] | None = None
     for (causal, s, tile), spec, odd_spec in zip(points, specs, odd, strict=True):

@@ -8,9 +8,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rtflash import build, plan, select
+from rtflash import nvrtc, plan, select
+from rtflash.describe import dense
 from rtflash.device import KIB, Device
-from rtflash.problem import Tensors, dense
+from rtflash.problem import Tensors
 from rtflash.spec import MAX_HEAD_DIM
 from rtflash.tensor import framework
 from rtflash.tiles import Row as TableRow
@@ -75,7 +76,7 @@ def judge(tiles: Iterable[Tile], d: int, dtype: str, gpu: Device) -> dict[Tile, 
     for tile in tiles:
         spec = trial.make_spec(tile, d, gpu, dtype, False, 1)
         specs[tile] = spec, dataclasses.replace(spec, split=True)
-    compiled = trial.compile_all(itertools.chain(*specs.values()), gpu, build.target_arch(gpu))
+    compiled = trial.compile_all(itertools.chain(*specs.values()), gpu, nvrtc.target_arch(gpu))
     judged: dict[Tile, Row] = {}
     for tile, variants in specs.items():
         registers = []
