@@ -200,12 +200,11 @@ def attend(
     o, sums = written.values()
     values = layouts.forward_head(views, o.view.ptr, sums.view.ptr, *lengths)
     counter = Guarded(np.zeros(1, np.int32)) if grid.draws else None
+    head: tuple[Any, ...] = values
     if spec.isa == 90:
-        next_tile = 0 if counter is None else counter.view.ptr
-        head = layouts.FORWARD_TMA_HEAD.pack(*emulated_maps(spec, p, views), next_tile, *values)
-    else:
-        head = layouts.FORWARD_HEAD.pack(*values)
-    params = head + layouts.forward_scalars(p, grid, spec, views)
+        maps = () if spec.gather else emulated_maps(spec, p, views)
+        head = *maps, 0 if counter is None else counter.view.ptr, *values
+    params = layouts.forward(spec).head.pack(*head) + layouts.forward_scalars(p, grid, spec, views)
     uses = inputs(layouts.FORWARD, given) | {name: (x, WRITE) for name, x in written.items()}
     if counter is not None:
         uses["next_tile"] = counter, UPDATE

@@ -94,9 +94,8 @@ FORWARD = Layout(
     ),
     ("score_scale", "softcap_log2"),
 )  # fmt: skip
-FORWARD_TMA = FORWARD._replace(
-    pointers=("next_tile", *FORWARD.pointers), maps=("q_map", "k_map", "v_map")
-)
+FORWARD_DRAWN = FORWARD._replace(pointers=("next_tile", *FORWARD.pointers))
+FORWARD_TMA = FORWARD_DRAWN._replace(maps=("q_map", "k_map", "v_map"))
 COMBINE = Layout(
     ("o_partial", "lse_partial", "o", "lse"),
     (),
@@ -112,13 +111,19 @@ APPEND = Layout(
         "rotary_half",
     ),
 )  # fmt: skip
-FORWARD_HEAD, FORWARD_TMA_HEAD = FORWARD.head, FORWARD_TMA.head
 COMBINE_HEAD, APPEND_HEAD = COMBINE.head, APPEND.head
 FORWARD_REST, COMBINE_REST, APPEND_REST = FORWARD.rest, COMBINE.rest, APPEND.rest
 # The driver reads whole multiples of the alignment of a tensor map.
 PARAMS_BYTES = max(layout.size for layout in (FORWARD_TMA, COMBINE, APPEND))
 
 LOG2_E = math.log2(math.e)
+
+
+def forward(spec: Spec) -> Layout:
+    """Params of a forward variant."""
+    if spec.isa < 90:
+        return FORWARD
+    return FORWARD_DRAWN if spec.gather else FORWARD_TMA
 
 
 def forward_scalars(problem: Problem, grid: Grid, spec: Spec, tensors: Tensors) -> bytes:

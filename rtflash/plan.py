@@ -96,7 +96,7 @@ def make(
     )
     maps: tuple[TensorMap, ...] = ()
     mapped: Callable[[Sequence[int]], tuple[int, ...]] = tuple
-    if spec.isa == 90:
+    if spec.isa == 90 and not spec.gather:
         maps = tensor_map.maps(spec, call.heads // call.heads_k, *tensors[:3])
         mapped = picker([view.ptr for view in marked[:3]], shifts, first)
     elements = workspace_elements(call, spec, grid)
@@ -135,11 +135,11 @@ def forward_launches(
     scalars = layouts.forward_scalars(call, grid, spec, tensors)
     o, lse = partials(call, grid.splits, tensors.q.device, WORKSPACE * MARK)
     written = (o.ptr, lse.ptr) if spec.split else OUTPUTS
-    layout, head = layouts.FORWARD_HEAD, layouts.forward_head(marked, *written, *LENGTHS)
+    head: tuple[int, ...] = layouts.forward_head(marked, *written, *LENGTHS)
     if spec.isa == 90:
         counter = WORKSPACE * MARK + 4 * partial_elements(call, spec, grid) if grid.draws else 0
-        layout, head = layouts.FORWARD_TMA_HEAD, (*MAP_MARKS, counter, *head)
-    launches = [Launch(spec, grid, layout, head, scalars)]
+        head = *(() if spec.gather else MAP_MARKS), counter, *head
+    launches = [Launch(spec, grid, layouts.forward(spec).head, head, scalars)]
     if spec.split:
         merge = select.splits_combine(call, grid.splits)
         combiner, combine_grid = select.combine(merge, True)

@@ -64,14 +64,19 @@ def why_not_hopper(problem: Problem, device: Device) -> str | None:
     """None where the kernel for Hopper serves calls with many queries, else the reason as one sentence."""
     if not is_hopper(device):
         return f"{device.name} is no Hopper: it has no wgmma."
+    if -(-problem.seqlen_q // 64) * problem.batch * problem.heads > MAX_BLOCKS // 4:
+        return "Its tiles are numbered in 32 bits, which these are too many for."
+    return None
+
+
+def why_not_tma(problem: Problem) -> str | None:
+    """None where TMA can read q, k and v, else the reason as one sentence: rows are copied one by one then."""
     if problem.page_size % BOX_UNIT:
         return f"TMA copies pages by whole {BOX_UNIT} slots."
     if problem.page_size and problem.leftpad:
         return "TMA copies pages from their first slot on, wherever a sequence begins."
     if problem.align < WIDEST_LOAD or not problem.boxes:
         return "TMA copies only from addresses and by strides in whole 16 bytes above 0, and no empty tensor."
-    if -(-problem.seqlen_q // 64) * problem.batch * problem.heads > MAX_BLOCKS // 4:
-        return "Its tiles are numbered in 32 bits, which these are too many for."
     return None
 
 
@@ -103,9 +108,11 @@ def variant(problem: Problem, device: Device, table: Table) -> Spec:
     p = problem
     prescale = p.softcap > 0 or p.alibi or not LEAST_SCALE <= p.softmax_scale < GREAT_SCALE
     dim = max(p.head_dim, p.head_dim_v)
+    gather = False
     if table is HOPPER:
         pack = can_pack(p, tile(dim, device, True, table))
-        narrow = prescale or pack
+        gather = why_not_tma(p) is not None
+        narrow = prescale or pack or gather
     else:
         pack = table is not TILES
         narrow = prescale or p.mask == "window" or p.align < WIDEST_LOAD
@@ -115,7 +122,7 @@ def variant(problem: Problem, device: Device, table: Table) -> Spec:
     # What a single query sees ends with the last key under any right bound.
     mask = "full" if pack and p.seqlen_q == 1 and p.window_left < 0 else p.mask
     chosen = None
-    if not prescale and p.align == WIDEST_LOAD and not (table is HOPPER and pack):
+    if not prescale and p.align == WIDEST_LOAD and not (table is HOPPER and (pack or gather)):
         chosen = tuned.tile(table, device, p.dtype, p.head_dim, p.head_dim_v, mask)
     if chosen is None:
         chosen = tile(dim, device, narrow, table)
@@ -124,6 +131,7 @@ def variant(problem: Problem, device: Device, table: Table) -> Spec:
     return make_spec(
         p.dtype, p.head_dim, p.head_dim_v, chosen, isa, mask,
         p.softcap > 0, p.alibi, prescale, even_m, even_n, p.align, pack, p.ragged, p.page_size > 0, p.rotary,
+        gather,
     )  # fmt: skip
 
 
@@ -137,13 +145,14 @@ def can_pack(problem: Problem, tile: Tile) -> bool:
 def make_spec(
     dtype: str, head_dim: int, head_dim_v: int, tile: Tile, isa: int, mask: str, softcap: bool, alibi: bool,
     prescale: bool, even_m: bool, even_n: bool, align: int, pack_gqa: bool, ragged: bool, paged: bool, rotary: str,
+    gather: bool,
 ) -> Spec:  # fmt: skip
     """A Spec by its fields, made once: it takes longer to make than to find."""
     return Spec(
         dtype, head_dim, head_dim_v, *tile[:4], isa=isa, q_in_regs=tile.q_in_regs,
         blocks_per_sm=tile.blocks_per_sm, key_warps=tile.key_warps, mask=mask, softcap=softcap, alibi=alibi,
         prescale=prescale, even_m=even_m, even_n=even_n, align=align, pack_gqa=pack_gqa, ragged=ragged,
-        paged=paged, rotary=rotary,
+        paged=paged, rotary=rotary, gather=gather,
     )  # fmt: skip
 
 

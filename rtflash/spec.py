@@ -92,6 +92,7 @@ class Spec:
     paged : keys and values are pages, found by a block table.
     rotary : "none", or the pairs of columns in which q is rotated as it is loaded: "interleaved" (2i, 2i + 1), "halves"
         (i, i + rotary_dim / 2).
+    gather : with isa 90, q, k and v are copied row by row, by cp.async or narrower, where TMA cannot read them.
     """
 
     dtype: str
@@ -117,6 +118,7 @@ class Spec:
     ragged: bool = False
     paged: bool = False
     rotary: str = "none"
+    gather: bool = False
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, wanted: str) -> None:
@@ -141,8 +143,10 @@ class Spec:
             )
             require(self.key_warps == 1, "key_warps", "1 for isa 90")
             require(self.blocks_per_sm == 1, "blocks_per_sm", "1 for isa 90")
-            require(self.align == 16, "align", "16 for isa 90: TMA copies no less")
+            require(self.align == 16 or self.gather, "align", "16: TMA copies no less")
+            require(not (self.gather and self.warps == 12), "warps", "4 or 8 with gather")
         else:
+            require(not self.gather, "gather", "False but for isa 90, where TMA is the rule")
             require(self.warps in (2, 4, 8, 16), "warps", "2, 4, 8 or 16")
         require(self.key_warps in (1, self.warps), "key_warps", f"1 or {self.warps}")
         require(
@@ -200,7 +204,7 @@ class Spec:
             *([flag for flag in ("softcap", "alibi", "prescale") if getattr(self, flag)]),
             *([flag.replace("_", "") for flag in ("even_m", "even_n") if getattr(self, flag)]),
             *([f"align{self.align}"] if self.align != 16 else []),
-            *([flag for flag in ("pack_gqa", "split", "ragged", "paged") if getattr(self, flag)]),
+            *([flag for flag in ("pack_gqa", "split", "ragged", "paged", "gather") if getattr(self, flag)]),
             *([f"rotary_{self.rotary}"] if self.rotary != "none" else []),
         ]
         return "_".join([f"rtflash_forward_sm{self.isa}_", self.dtype, dim, tile, *flags])

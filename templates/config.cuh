@@ -64,6 +64,7 @@ constexpr bool kSplit = ${split};    // the result is partial: fp32, and normali
 constexpr bool kRagged = ${ragged};  // lengths and places of sequences come from device arrays
 constexpr bool kPaged = ${paged};    // keys and values are found by a block table
 constexpr RotaryKind kRotary = RotaryKind::${rotary};  // of q
+constexpr bool kGather = ${gather};  // isa 90: rows are copied one by one, which TMA cannot read
 
 constexpr int kLoadBytes = ${align};       // widest global load that q, k and v allow
 constexpr int kStoreBytes = ${out_align};  // widest global store that o allows

@@ -24,21 +24,7 @@ __device__ __forceinline__ void copy_query(const Params& params, const Block& bl
   if constexpr (kRotary != RotaryKind::none) {
     store_rotated_query<kBlockM, kThreads>(params, block, q_smem, 0, thread);
   } else {
-    const ThreadCopy<QueryTile, kBlockM, kHeadDim> copy(thread);
-    if constexpr (kPackGqa) {
-#pragma unroll
-      for (int pass = 0; pass < copy.kPasses; ++pass) {
-        const int row = copy.row + pass * copy.kRowStep;
-        if (copy.kPartialPass && row >= kBlockM) break;
-        const bool valid = row_position(params, block.m_begin + row) < block.seqlen_q;
-        const Element* q_gmem = query_row(params, block, row) + copy.chunk * kChunkElements;
-        copy.load_row_async<true>(q_smem, pass, q_gmem, valid);
-      }
-    } else {
-      const int64 stride = params.q_strides.row;
-      copy.load_async<!kEvenM>(q_smem, copy.first_chunk(query_row(params, block, 0), stride),
-                               stride, block.seqlen_q - block.m_begin);
-    }
+    load_query_async<kThreads>(params, block, q_smem, thread);
   }
   commit_copies();
 }

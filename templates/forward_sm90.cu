@@ -16,8 +16,11 @@
 
 // Registers of a thread that loads and of one that multiplies: at most as many in all as the launch
 // gives the CTA, which are 168 a thread with two consumers.
-constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : 32;
-constexpr int kConsumerRegisters = kConsumers == 1 ? 256 : kConsumers == 2 ? 232 : 160;
+constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 3 ? 32 : kGather ? 72 : 40;
+constexpr int kConsumerRegisters = kConsumers == 1   ? 256
+                                   : kConsumers == 3 ? 160
+                                   : kGather         ? 216
+                                                     : 232;
 
 constexpr int kConsumerRows = 64;  // of a warpgroup
 
@@ -26,7 +29,7 @@ constexpr int kConsumerRows = 64;  // of a warpgroup
 // beside nothing of their own warpgroup. Narrow values are multiplied while the maxima are taken;
 // there it is better to pack between the exponentials. (Causal head_dim 128: 3 to 4 % faster on an
 // H200; 64: 1 to 5 % slower.)
-constexpr bool kLatePacking = kHeadDimV > 64;
+constexpr bool kLatePacking = 64 < kHeadDimV && kHeadDimV <= 192;
 
 // Named barriers: kTurnBarrier + c is warpgroup c's turn to multiply; at kRotatedBarrier + c it has
 // rotated its queries.
@@ -71,13 +74,14 @@ struct Consumer {
 
 /// Clears the rows of V behind a sequence's last key, if they are part of key tile n and the tensor
 /// goes on there: P is 0 in them, but 0 times a stray NaN is NaN. TMA has cleared what lies behind
-/// the tensor. All consumers do it together, once the tile has landed. It is the CTA's first key
-/// tile, before which nobody has taken a turn: nobody waits here for one who waits for a turn.
+/// the tensor; what copies row by row has cleared them all. All consumers do it together, once the
+/// tile has landed. It is the CTA's first key tile, before which nobody has taken a turn: nobody
+/// waits here for one who waits for a turn.
 __device__ __forceinline__ void clear_values_behind(const Params& params, const Block& block, int n,
                                                     uint32 v_tile_smem, int thread) {
   const int first = block.seqlen_k - n * kBlockN;
   const bool ends = !kPaged && block.k_begin + block.seqlen_k >= params.k_rows;
-  if (first >= kBlockN || ends) return;
+  if (kGather || first >= kBlockN || ends) return;
   constexpr int kChunks = ValueTile::kSlabs * ValueTile::kSlabChunks;
   const uint32 zero[4] = {};
   for (int i = first * kChunks + thread; i < kBlockN * kChunks; i += kWarps * 32) {

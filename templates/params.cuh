@@ -33,10 +33,12 @@ struct alignas(64) TensorMap {
 
 //% if kernel == "forward"
 struct Params {
-  //% if isa == 90
+  //% if isa == 90 and not gather
   TensorMap q_map;
   TensorMap k_map;
   TensorMap v_map;
+  //% endif
+  //% if isa == 90
   int* next_tile;  // counts the tiles that CTAs drew, from 0; null: see sm90/tiles.cuh
   //% endif
   const Element* q;           // (batch, seqlen_q, heads, kHeadDim)

@@ -15,6 +15,27 @@ __device__ __forceinline__ const Element* query_row(const Params& params, const 
          static_cast<int64>(block.q_begin + position) * strides.row;
 }
 
+/// Starts the copy of the CTA's query tile; `thread` is one of kTogether that do.
+template <int kTogether>
+__device__ __forceinline__ void load_query_async(const Params& params, const Block& block,
+                                                 uint32 q_smem, int thread) {
+  const ThreadCopy<QueryTile, kBlockM, kHeadDim, kTogether> copy(thread);
+  if constexpr (kPackGqa) {
+#pragma unroll
+    for (int pass = 0; pass < copy.kPasses; ++pass) {
+      const int row = copy.row + pass * copy.kRowStep;
+      if (copy.kPartialPass && row >= kBlockM) break;
+      const bool valid = row_position(params, block.m_begin + row) < block.seqlen_q;
+      const Element* q_gmem = query_row(params, block, row) + copy.chunk * kChunkElements;
+      copy.template load_row_async<true>(q_smem, pass, q_gmem, valid);
+    }
+  } else {
+    const int64 stride = params.q_strides.row;
+    const Element* q_gmem = copy.first_chunk(query_row(params, block, 0), stride);
+    copy.template load_async<!kEvenM>(q_smem, q_gmem, stride, block.seqlen_q - block.m_begin);
+  }
+}
+
 /// Writes rows [first, first + kCount) of the CTA's query tile rotated; `thread` is one of
 /// kTogether that do. Without a causal mask or a window all queries stand at the position of the
 /// first new key. (FlashAttention's rule.)

@@ -16,7 +16,6 @@ from rtflash.tensor import Framework, View
 from rtflash.tensor_map import TensorMap
 
 LAYOUTS: dict[type, layouts.Layout] = {
-    Spec: layouts.FORWARD,
     CombineSpec: layouts.COMBINE,
     AppendSpec: layouts.APPEND,
 }
@@ -132,9 +131,7 @@ class FakeGpu:
         blocks, _, _, threads, _, _, shared, stream, address, _ = rest
         assert (stream, address) == (STREAM, self.arguments.address)
         spec = self.kernels[function].spec
-        layout = LAYOUTS[type(spec)]
-        if getattr(spec, "isa", 0) == 90:
-            layout = layouts.FORWARD_TMA
+        layout = layouts.forward(spec) if isinstance(spec, Spec) else LAYOUTS[type(spec)]
         form = layout.head.format + layout.rest.format.removeprefix("<")
         values = struct.unpack_from(form, self.arguments.bytes)
         params = dict(zip(layout.fields, values, strict=True))

@@ -56,7 +56,7 @@ def test_a_dense_call(gpu: FakeGpu) -> None:
     tensors = Tensors(q, k, v)
     head = layouts.forward_head(tensors, out.ptr, lse.ptr, 64, 64)
     rest = layouts.forward_scalars(described, grid, spec, tensors)
-    whole = layouts.FORWARD_HEAD.pack(*head) + rest
+    whole = layouts.FORWARD.head.pack(*head) + rest
     assert bytes(gpu.arguments.bytes[: len(whole)]) == whole
 
 

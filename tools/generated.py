@@ -79,9 +79,9 @@ def launch_record(spec: AnySpec) -> dict[str, Any]:
             ("seqlen_q * group", "heads / group") if spec.pack_gqa else ("seqlen_q", "heads")
         )
         grid = f"ceil({rows} / {spec.block_m}) * batch * {heads} * splits"
-        layout = layouts.FORWARD
+        layout = layouts.forward(spec)
         if spec.isa == 90:  # the CTAs stay, and share the tiles
-            grid, layout = f"min({grid}, multiprocessors)", layouts.FORWARD_TMA
+            grid = f"min({grid}, multiprocessors)"
     elif isinstance(spec, AppendSpec):
         grid, layout = "batch * seqlen_new * heads", layouts.APPEND
     else:

@@ -6,9 +6,12 @@
 // work.
 #pragma once
 
-#include "../sm80/copy.cuh"
-#include "ptx.cuh"
 #include "tiles.cuh"
+//% if gather
+#include "rows.cuh"
+//% else
+#include "boxes.cuh"
+//% endif
 
 constexpr uint32 kTileAlignment = 1024;  // of the widest swizzle pattern
 constexpr int kMbarrierBytes = 8;
@@ -68,8 +71,8 @@ struct SharedMemory {
   __device__ __forceinline__ void init_barriers() const {
 #pragma unroll
     for (int i = 0; i < kQueryStages + 2 * kStages; ++i) {
-      mbarrier_init(full(i), 1);        // the producer
-      mbarrier_init(empty(i), kWarps);  // the consumers
+      mbarrier_init(full(i), kHanders);  // the producer
+      mbarrier_init(empty(i), kWarps);   // the consumers
     }
     fence_mbarrier_init();
   }
@@ -100,87 +103,33 @@ __device__ __forceinline__ Block load_block(uint32 place_smem) {
   return __builtin_bit_cast(Block, words);
 }
 
-/// Starts the copy of a tile: a box for each slab of its columns. Its barrier expects the bytes.
-template <class Tile>
-__device__ __forceinline__ void load_tile(uint32 tile_smem, const TensorMap& map, uint32 full,
-                                          int head, int row, int batch) {
-  mbarrier_arrive_expect(full, Tile::kBytes);
-#pragma unroll
-  for (int slab = 0; slab < Tile::kSlabs; ++slab) {
-    tma_load(tile_smem + slab * Tile::kSlabBytes, &map, full, slab * Tile::kSlabColumns, head, row,
-             batch);
-  }
-}
-
-// Threads that load: to find the pages of a tile one after the other would take too long.
-constexpr int kLoaders = kPaged ? 32 : 1;
-
-/// Meeting of those that load.
-__device__ __forceinline__ void barrier_loaders() {
-  if constexpr (kLoaders > 1) barrier_warp();
-}
-
-/// Starts the copy of key tile n by pages, in boxes of as many rows as divide pages and tiles
-/// alike. What no key needs, or no page holds, becomes zero: TMA finds nothing behind the last
-/// page.
-template <class Tile>
-__device__ __forceinline__ void load_tile_by_pages(const Params& params, uint32 tile_smem,
-                                                   const TensorMap& map, uint32 full,
-                                                   const Block& block, int n, int lane) {
-  if (lane == 0) mbarrier_arrive_expect(full, Tile::kBytes);
-  barrier_loaders();
-  const Pages pages(params, block.batch);
-#pragma unroll 1
-  for (int row = lane * params.box_rows; row < kBlockN; row += kLoaders * params.box_rows) {
-    const int slot = n * kBlockN + row;
-    const int page = slot < block.seqlen_k ? pages.page_of(slot) : pages.pages;
-    const int page_row = slot % params.page_size;
-#pragma unroll
-    for (int slab = 0; slab < Tile::kSlabs; ++slab) {
-      tma_load(tile_smem + slab * Tile::kSlabBytes + row * Tile::kPitch, &map, full,
-               slab * Tile::kSlabColumns, block.head_k, page_row, page);
-    }
-  }
-}
-
-/// The producer: one thread finds the CTA's tiles, and copies Q, K and V as buffers become free. Of
-/// pages a warp does, whose first lane acts alone where one is enough.
+/// The producer: finds the CTA's tiles, and copies Q, K and V as buffers become free. Its first
+/// thread finds them.
 struct Producer {
   const Params& params;
   const SharedMemory& smem;
-  int lane;
+  Copies copies;
   RingPlace<kQueryStages> q;
   RingPlace<kPlaces> place;
   RingPlace<kStages> ring;  // of V; K is up to one key tile ahead
 
   __device__ __forceinline__ Producer(const Params& params, const SharedMemory& smem)
-      : params(params), smem(smem), lane(kLoaders > 1 ? thread_index() : 0) {
-    prefetch_tensor_map(&params.q_map);
-    prefetch_tensor_map(&params.k_map);
-    prefetch_tensor_map(&params.v_map);
-  }
+      : params(params), smem(smem), copies(params) {}
 
   // A ring's first round finds its buffers empty: the phase before the first counts as done.
 
-  __device__ __forceinline__ void load_k(int n, const RingPlace<kStages>& at) const {
+  __device__ __forceinline__ void load_k(int n, const RingPlace<kStages>& at) {
     mbarrier_wait(smem.k_empty(at.stage), at.round ^ 1);
-    load_keys<KeyTile>(smem.k + at.stage * KeyTile::kBytes, params.k_map, smem.k_full(at.stage), n);
+    copies.start_k(smem.k + at.stage * KeyTile::kBytes, smem.k_full(at.stage), noted(), n);
   }
 
   __device__ __forceinline__ void load_v(int n) {
     mbarrier_wait(smem.v_empty(ring.stage), ring.round ^ 1);
-    load_keys<ValueTile>(smem.v + ring.stage * ValueTile::kBytes, params.v_map,
-                         smem.v_full(ring.stage), n);
+    copies.start_v(smem.v + ring.stage * ValueTile::kBytes, smem.v_full(ring.stage), noted(), n);
     ring.advance();
   }
 
-  /// Notes the tile's place, from where it is read as needed: registers are few. That of kPlaces
-  /// tiles before has been read: the tile was stored before the one behind it released its Q.
-  __device__ __forceinline__ void note(const Block& block) const {
-    if (lane == 0) store_block(smem.places + place.stage * kPlaceBytes, block);
-    barrier_loaders();
-  }
-
+  /// The tile's place, which is read as needed: registers are few.
   __device__ __forceinline__ Block noted() const {
     return load_block(smem.places + place.stage * kPlaceBytes);
   }
@@ -190,49 +139,35 @@ struct Producer {
     mbarrier_wait(smem.q_empty(q.stage), q.round ^ 1);
     barrier_loaders();  // one that still waits would miss the phase
     const Block block = noted();
-    if (lane > 0) {
-      // The first lane does it.
-    } else if (kRotary == RotaryKind::none && block.n_begin < block.n_end) {
-      const bool packed = kRagged && params.sequences.cu_seqlens_q != nullptr;
-      load_tile<QueryTile>(smem.q + q.stage * QueryTile::kBytes, params.q_map, smem.q_full(q.stage),
-                           block.head, block.q_begin + row_position(params, block.m_begin),
-                           packed ? 0 : block.batch);
+    const uint32 full = smem.q_full(q.stage);
+    if (kRotary == RotaryKind::none && block.n_begin < block.n_end) {
+      copies.start_query(smem.q + q.stage * QueryTile::kBytes, full, block);
     } else {
-      mbarrier_arrive(smem.q_full(q.stage));
+      copies.hand_over(full);
     }
     q.advance();
   }
 
-  /// Starts the copy of key tile n of K or V.
-  template <class Tile>
-  __device__ __forceinline__ void load_keys(uint32 tile_smem, const TensorMap& map, uint32 full,
-                                            int n) const {
-    const Block block = noted();
-    if constexpr (kPaged) {
-      load_tile_by_pages<Tile>(params, tile_smem, map, full, block, n, lane);
-    } else {
-      // Packed k and v have no batches.
-      const bool packed = kRagged && params.sequences.cu_seqlens_k != nullptr;
-      load_tile<Tile>(tile_smem, map, full, block.head_k, block.k_begin + n * kBlockN,
-                      packed ? 0 : block.k_batch);
-    }
-  }
-
   __device__ __forceinline__ void run() {
-    Tiles tiles(params, lane);
+    const bool first = copies.thread == 0;
+    Tiles tiles(params);
 #pragma unroll 1
-    for (Work work = tiles.work(); work.tile.pair >= 0; work = tiles.work()) {
-      const Block block = locate_block(params, work.tile, work.split);
-      note(block);
+    while (true) {
+      // The place of kPlaces tiles before has been read: the tile was stored before the one behind
+      // it released its Q.
+      if (first) store_block(smem.places + place.stage * kPlaceBytes, tiles.block());
+      barrier_loaders();
+      const Block block = noted();
+      if (block.batch == kNoBatch) break;
       const int n_begin = block.n_begin;
       int n = block.n_end - 1;
       // K first: its buffers are free before Q's is.
       if (n >= n_begin) load_k(n, ring);
       load_q();
-      if (n <= n_begin) tiles.draw();
+      if (first && n <= n_begin) tiles.draw();
 #pragma unroll 1
       for (; n > n_begin; --n) {
-        if (n == n_begin + 1) tiles.draw();
+        if (first && n == n_begin + 1) tiles.draw();
         RingPlace<kStages> next = ring;
         next.advance();
         load_k(n - 1, next);
@@ -241,9 +176,7 @@ struct Producer {
       if (n == n_begin) load_v(n);
       place.advance();
     }
-    Block stop = {};
-    stop.batch = kNoBatch;
-    note(stop);
     load_q();
+    copies.finish();
   }
 };
