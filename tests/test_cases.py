@@ -28,7 +28,7 @@ from reference import attention, same_dtype
 from streams import capture, side_stream
 
 import rtflash
-from rtflash import build, cxx
+from rtflash import artifacts, cxx
 
 on_all = pytest.mark.parametrize("backend", ALL_BACKENDS, indirect=True)
 
@@ -357,7 +357,7 @@ def test_case_b35_first_calls_from_16_threads(
     backend: Backend, kind: str, monkeypatch: Any, tmp_path: Any
 ) -> None:
     """All results are right and each variant is compiled once."""
-    compiler = cxx if backend.name == EMULATED else build
+    compiler = cxx if backend.name == EMULATED else artifacts
 
     monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path))
     # Head sizes that no other test uses: the memory cache of this process is empty for them.
