@@ -22,6 +22,9 @@ LEAST_SCALE = 2.0**-125
 GREAT_SCALE = 2.0**16
 WIDEST_LOAD = max(ALIGNMENTS)
 BOX_UNIT = 8  # rows of a box of TMA's: of one swizzle pattern
+# Up to this head_dim, copies element by element are more than a warpgroup can do (H200: 0.7 of the other kernel at 33,
+# 1.5 at 129).
+NARROW = 64
 MAX_BLOCKS = 2**31 - 1  # CUDA's limit of gridDim.x
 # A grid that fills so much of the GPU is not split, and neither does a split pay that leaves a part fewer keys than
 # this. (FlashAttention-2's num_splits_heuristic; its 0.85 for NEARLY_BEST measured 7 % slower, H200, batch 1.)
@@ -64,6 +67,8 @@ def why_not_hopper(problem: Problem, device: Device) -> str | None:
     """None where the kernel for Hopper serves calls with many queries, else the reason as one sentence."""
     if not is_hopper(device):
         return f"{device.name} is no Hopper: it has no wgmma."
+    if problem.align < 4 and max(problem.head_dim, problem.head_dim_v) <= NARROW:
+        return "One warpgroup is too few to copy short rows element by element."
     if -(-problem.seqlen_q // 64) * problem.batch * problem.heads > MAX_BLOCKS // 4:
         return "Its tiles are numbered in 32 bits, which these are too many for."
     return None
@@ -97,6 +102,8 @@ def forward(problem: Problem, device: Device) -> tuple[Spec, Grid]:
         )
     table = table_of(problem, device)
     spec = variant(problem, device, table)
+    if spec.gather:
+        settings.logger().info("copied row by row, not by TMA: %s", why_not_tma(problem))
     splits = 1 if table is TILES else split_count(problem, spec, device)
     if splits > 1:
         spec = as_split(spec)
@@ -383,10 +390,15 @@ def table_specs(device: Device) -> list[Spec]:
 
 # Where sequences may lie, beside a dense call.
 PACKED: dict[str, Any] = {"ragged": True}
+STRIDED: dict[str, Any] = {"boxes": False}
+SMALL_PAGES: dict[str, Any] = {"ragged": True, "page_size": 1}
 PAGED: dict[str, Any] = {"ragged": True, "page_size": 16}
 APPENDED: dict[str, Any] = {"ragged": True, "page_size": 16, "rotary": "halves"}
 GROUPED: dict[str, Any] = {"heads": 8}
-PLACES: tuple[dict[str, Any], ...] = ({}, PACKED, PAGED, APPENDED, GROUPED)
+PLACES: tuple[dict[str, Any], ...] = (
+    {}, PACKED, PAGED, APPENDED, GROUPED, {**GROUPED, **PAGED}, {**GROUPED, **APPENDED}, STRIDED, SMALL_PAGES,
+    {**SMALL_PAGES, "rotary": "halves"}, {**GROUPED, **SMALL_PAGES},
+)  # fmt: skip
 
 
 def table_problem(head_dim: int, dtype: str, mask: str, features: dict[str, float]) -> Problem:

@@ -1,4 +1,4 @@
-// The kernels' only arguments, passed by value. launch.py mirrors them: same order, same sizes.
+// The kernels' only arguments, passed by value. layouts.py mirrors them: same order, same sizes.
 #pragma once
 
 #include "config.cuh"

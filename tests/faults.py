@@ -29,7 +29,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from schedule import check_traffic
 
-from rtflash import checks, emulate, inference, render
+from rtflash import checks, emulate, inference, render, select
 from rtflash.artifacts import CompileError
 from rtflash.problem import Problem, Tensors
 from rtflash.report import EmulationError
@@ -76,8 +76,8 @@ class Probe:
             described,
             self.tile,
             self.isa,
-            even_m=described.seqlen_q % self.tile.block_m == 0,
-            even_n=described.seqlen_k % self.tile.block_n == 0,
+            even_m=self.isa != 90 and described.seqlen_q % self.tile.block_m == 0,
+            even_n=self.isa != 90 and described.seqlen_k % self.tile.block_n == 0,
         )
 
 
@@ -109,6 +109,7 @@ class SequenceProbe:
             ragged=p.ragged,
             paged=p.page_size > 0,
             rotary=p.rotary,
+            gather=self.isa == 90 and select.why_not_tma(p) is not None,
         )
 
 
@@ -267,6 +268,13 @@ PROBES: dict[str, Probe | SequenceProbe] = {
         blocks=20,
         packed=True,
     ),
+    # Rows are copied one by one.
+    "groups, rows": SequenceProbe(
+        CacheCall(seqlen_q=130, heads=2, heads_k=2, lengths=(300, 40, 90), page_size=3),
+        GROUPS,
+        isa=90,
+        blocks=2,
+    ),
     "groups, rotated": SequenceProbe(
         CacheCall(
             seqlen_q=80,
@@ -302,9 +310,11 @@ SOFTMAX, MASK, EPILOGUE, BLOCK = "softmax.cuh", "mask.cuh", "epilogue.cuh", "blo
 RING_FLOW, EPILOGUE_KEYS, OUTPUT = "sm80/ring.cuh", "epilogue_keys.cuh", "output.cuh"
 COMBINE, APPEND, ROTARY, PAGES = "combine.cu", "append.cu", "rotary.cuh", "pages.cuh"
 QUERY = "query.cuh"
-GROUPS_KERNEL, GROUPS_PIPELINE, GROUPS_MMA, GROUPS_TILES = (
+GROUPS_KERNEL, GROUPS_PIPELINE, GROUPS_BOXES, GROUPS_ROWS, GROUPS_MMA, GROUPS_TILES = (
     "forward_sm90.cu",
     "sm90/pipeline.cuh",
+    "sm90/boxes.cuh",
+    "sm90/rows.cuh",
     "sm90/mma.cuh",
     "sm90/tiles.cuh",
 )
@@ -408,9 +418,9 @@ FAULTS = (
     ),
     Fault(
         "ragged Q rows not checked",
-        KERNEL,
-        "copy.load_async<!kEvenM>",
-        "copy.load_async<false>",
+        QUERY,
+        "copy.template load_async<!kEvenM>",
+        "copy.template load_async<false>",
         "causal",
     ),
     Fault("first column of the next lane", KERNEL, "lane % 4 * 2;", "lane % 4 * 2 + 1;", "causal"),
@@ -994,35 +1004,35 @@ FAULTS = (
     Fault("a ring stays in its round", GROUPS_PIPELINE, "      round ^= 1;\n", "", "groups"),
     Fault(
         "more bytes expected than come",
-        GROUPS_PIPELINE,
+        GROUPS_BOXES,
         "\n  mbarrier_arrive_expect(full, Tile::kBytes);",
         "\n  mbarrier_arrive_expect(full, Tile::kBytes + 16);",
         "groups",
     ),
     Fault(
         "no bytes expected",
-        GROUPS_PIPELINE,
+        GROUPS_BOXES,
         "\n  mbarrier_arrive_expect(full, Tile::kBytes);",
         "\n  mbarrier_arrive(full);",
         "groups",
     ),
     Fault(
         "a slab of a tile is not copied",
-        GROUPS_PIPELINE,
+        GROUPS_BOXES,
         "\n  for (int slab = 0; slab < Tile::kSlabs; ++slab)",
         "\n  for (int slab = 0; slab < Tile::kSlabs - 1; ++slab)",
         "groups",
     ),
     Fault(
         "slabs of the same columns",
-        GROUPS_PIPELINE,
+        GROUPS_BOXES,
         "slab * Tile::kSlabColumns, head",
         "0, head",
         "groups",
     ),
     Fault(
         "head and row exchanged",
-        GROUPS_PIPELINE,
+        GROUPS_BOXES,
         "slab * Tile::kSlabColumns, head, row,",
         "slab * Tile::kSlabColumns, row, head,",
         "groups",
@@ -1040,8 +1050,8 @@ FAULTS = (
     Fault(
         "full counts an arrival too many",
         GROUPS_PIPELINE,
-        "mbarrier_init(full(i), 1);",
-        "mbarrier_init(full(i), 2);",
+        "mbarrier_init(full(i), kHanders);",
+        "mbarrier_init(full(i), kHanders + 1);",
         "groups",
     ),
     Fault(
@@ -1068,8 +1078,8 @@ FAULTS = (
     Fault(
         "no place with Q",
         GROUPS_PIPELINE,
-        "    if (lane == 0) store_block(smem.places + place.stage * kPlaceBytes, block);\n",
-        "",
+        "if (first) store_block(smem.places + place.stage * kPlaceBytes, tiles.block());",
+        "if (first) tiles.block();",
         "groups",
     ),
     Fault(
@@ -1264,8 +1274,8 @@ FAULTS = (
     Fault(
         "more registers than there are",
         GROUPS_KERNEL,
-        "kConsumers == 2 ? 40 : 32",
-        "kConsumers == 2 ? 48 : 32",
+        "kGather ? 72 : 40;",
+        "kGather ? 72 : 48;",
         "groups",
     ),
     Fault(
@@ -1299,8 +1309,8 @@ FAULTS = (
     Fault(
         "a place read before it is there",
         GROUPS_PIPELINE,
-        "store_block(smem.places + place.stage * kPlaceBytes, block);\n    barrier_loaders();\n",
-        "store_block(smem.places + place.stage * kPlaceBytes, block);\n",
+        "kPlaceBytes, tiles.block());\n      barrier_loaders();\n",
+        "kPlaceBytes, tiles.block());\n",
         "groups, pages",
     ),
     Fault(
@@ -1312,21 +1322,77 @@ FAULTS = (
     ),
     Fault(
         "a page's next row",
-        GROUPS_PIPELINE,
+        GROUPS_BOXES,
         "slot % params.page_size",
         "(slot + 1) % params.page_size",
         "groups, pages",
     ),
     Fault(
-        "lanes that go on with the last tile",
-        GROUPS_TILES,
-        "    if constexpr (kPaged) drawn = shuffle_index(drawn, 0);\n",
-        "",
+        "every lane draws",
+        GROUPS_PIPELINE,
+        "if (first && n == n_begin + 1) tiles.draw();",
+        "if (n == n_begin + 1) tiles.draw();",
         "groups, pages",
     ),
     Fault(
-        "packed rows taken for positions",
+        "no fence after rows are copied",
+        GROUPS_ROWS,
+        "      fence_proxy_async();  // wgmma reads what was written\n",
+        "",
+        "groups, rows",
+    ),
+    Fault(
+        "no fence after the last rows are copied",
+        GROUPS_ROWS,
+        "    wait_copies<0>();\n    fence_proxy_async();\n",
+        "    wait_copies<0>();\n",
+        "groups, rows",
+    ),
+    Fault(
+        "rows handed over before they have landed",
+        GROUPS_ROWS,
+        "wait_copies<1>();",
+        "wait_copies<2>();",
+        "groups, rows",
+    ),
+    Fault(
+        "the last rows handed over before they have landed",
+        GROUPS_ROWS,
+        "    wait_copies<0>();\n",
+        "",
+        "groups, rows",
+    ),
+    Fault(
+        "the last rows are not handed over",
         GROUPS_PIPELINE,
+        "    copies.finish();\n",
+        "",
+        "groups, rows",
+    ),
+    Fault(
+        "rows handed over by one thread",
+        GROUPS_ROWS,
+        "      mbarrier_arrive(handed);\n",
+        "      if (thread == 0) mbarrier_arrive(handed);\n",
+        "groups, rows",
+    ),
+    Fault(
+        "rows of the next key tile",
+        GROUPS_ROWS,
+        "block.k_begin + n * kBlockN",
+        "block.k_begin + (n + 1) * kBlockN",
+        "groups, rows",
+    ),
+    Fault(
+        "rows behind the last key copied",
+        GROUPS_ROWS,
+        "block.seqlen_k - n * kBlockN",
+        "kBlockN",
+        "groups, rows",
+    ),
+    Fault(
+        "packed rows taken for positions",
+        GROUPS_BOXES,
         "block.q_begin + row_position(params, block.m_begin)",
         "block.q_begin + block.m_begin",
         "groups, pages",
@@ -1376,8 +1442,8 @@ FAULTS = (
     Fault(
         "the first tiles drawn again",
         GROUPS_TILES,
-        "      drawn = atomic_add(params.next_tile, 1);\n",
-        "      drawn = atomic_add(params.next_tile, 1) - params.blocks;\n",
+        ": atomic_add(params.next_tile, 1);",
+        ": atomic_add(params.next_tile, 1) - params.blocks;",
         "groups, packed",
     ),
 )

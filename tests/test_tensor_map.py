@@ -74,6 +74,10 @@ def test_hopper_is_chosen_or_the_reason_said() -> None:
     assert (spec.isa, spec.kernel_file, grid.blocks) == (90, "forward_sm90.cu", 132)
     assert select.forward(call, ampere)[0].isa == 80
     assert "no Hopper" in str(select.why_not_hopper(call, ampere))
+    short = dataclasses.replace(call, align=2, head_dim=33, head_dim_v=33)
+    assert "element by element" in str(select.why_not_hopper(short, hopper))
+    assert select.forward(short, hopper)[0].isa == 80
+    assert not spec.gather
     for other, reason in (
         ({"align": 8}, "16 bytes"),
         ({"boxes": False}, "16 bytes"),
@@ -81,8 +85,9 @@ def test_hopper_is_chosen_or_the_reason_said() -> None:
         ({"page_size": 16, "ragged": True, "leftpad": True}, "first slot"),
     ):
         changed = dataclasses.replace(call, **other)
-        assert reason in str(select.why_not_hopper(changed, hopper))
-        assert select.forward(changed, hopper)[0].isa == 80
+        assert reason in str(select.why_not_tma(changed))
+        spec = select.forward(changed, hopper)[0]
+        assert (spec.isa, spec.gather) == (90, True)
 
 
 @pytest.mark.parametrize(
