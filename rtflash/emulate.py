@@ -187,9 +187,9 @@ def attend(
     outcomes = []
     if p.seqlen_new:
         appender, append_grid = select.append(p)
-        head = layouts.APPEND_HEAD.pack(*layouts.append_head(views, *lengths))
+        places = layouts.APPEND_HEAD.pack(*layouts.append_head(views, *lengths))
         uses = inputs(layouts.APPEND, given) | {name: (given[name], REWRITE) for name in "kv"}
-        params = head + layouts.append_scalars(p, views)
+        params = places + layouts.append_scalars(p, views)
         outcomes.append(start(appender, append_grid, params, uses, how))
 
     out, lse = output(p.out_shape, tensors.q.dtype), output(p.lse_shape, np.float32)

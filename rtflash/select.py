@@ -23,7 +23,7 @@ GREAT_SCALE = 2.0**16
 WIDEST_LOAD = max(ALIGNMENTS)
 BOX_UNIT = 8  # rows of a box of TMA's: of one swizzle pattern
 # Up to this head_dim, copies element by element are more than a warpgroup can do (H200: 0.7 of the other kernel at 33,
-# 1.5 at 129).
+# 1.5 at 129). By pages they take more registers than it has.
 NARROW = 64
 MAX_BLOCKS = 2**31 - 1  # CUDA's limit of gridDim.x
 # A grid that fills so much of the GPU is not split, and neither does a split pay that leaves a part fewer keys than
@@ -67,8 +67,10 @@ def why_not_hopper(problem: Problem, device: Device) -> str | None:
     """None where the kernel for Hopper serves calls with many queries, else the reason as one sentence."""
     if not is_hopper(device):
         return f"{device.name} is no Hopper: it has no wgmma."
-    if problem.align < 4 and max(problem.head_dim, problem.head_dim_v) <= NARROW:
-        return "One warpgroup is too few to copy short rows element by element."
+    if problem.align < 4 and (
+        problem.page_size or max(problem.head_dim, problem.head_dim_v) <= NARROW
+    ):
+        return "One warpgroup is too few to copy pages or short rows element by element."
     if -(-problem.seqlen_q // 64) * problem.batch * problem.heads > MAX_BLOCKS // 4:
         return "Its tiles are numbered in 32 bits, which these are too many for."
     return None
@@ -347,17 +349,19 @@ def variants(spec: Spec) -> list[Spec]:
 def every_variant(problem: Problem, device: Device) -> list[Spec | CombineSpec | AppendSpec]:
     """All that a call of these features can need, whatever its lengths, batch and heads."""
     specs: dict[Spec | CombineSpec | AppendSpec, None] = {}
-    # Beside Hopper's kernel the other one, for tensors that TMA cannot copy.
-    hopper = why_not_hopper(problem, device) is None
-    tables = (FEW, SOME, TILES, *((HOPPER,) if hopper else ()))
     one, many, more = (dataclasses.replace(problem, seqlen_q=n) for n in (1, 2, 1024))
-    for table in tables:
-        if table is TILES and (problem.page_size or problem.rotary != "none"):
-            continue
-        for call in (
-            (more,) if table is TILES else (many, one, more) if table is HOPPER else (many, one)
-        ):
-            specs.update(dict.fromkeys(variants(variant(call, device, table))))
+    calls = [(table, call) for table in (FEW, SOME) for call in (many, one)]
+    if why_not_hopper(problem, device) is None:
+        # By TMA, and where the strides do not allow that.
+        calls += [
+            (HOPPER, dataclasses.replace(call, boxes=boxes))
+            for call in (many, one, more)
+            for boxes in (True, False)
+        ]
+    elif not problem.page_size and problem.rotary == "none":
+        calls.append((TILES, more))
+    for table, call in calls:
+        specs.update(dict.fromkeys(variants(variant(call, device, table))))
     specs[combine(splits_combine(problem, 2), True)[0]] = None
     if problem.seqlen_new:
         specs[append(problem)[0]] = None

@@ -83,7 +83,7 @@ class Spec:
     softcap, alibi : score terms.
     prescale : scores are scaled before the maximum is taken (a scale <= 0, or a great one, needs it; softcap and alibi
         imply it).
-    even_m, even_n : the lengths are multiples of block_m, block_n.
+    even_m, even_n : the lengths are multiples of block_m, block_n; not told to isa 90, which gains nothing by it.
     align : bytes of the widest global load that q, k and v allow.
     key_warps : 1, or all the warps: they share the query rows and split the keys of a tile, each with its own ring.
     pack_gqa : the query heads of a key head are rows of one tile: row = position * group + head in the group.
@@ -144,7 +144,7 @@ class Spec:
             require(self.key_warps == 1, "key_warps", "1 for isa 90")
             require(self.blocks_per_sm == 1, "blocks_per_sm", "1 for isa 90")
             require(self.align == 16 or self.gather, "align", "16: TMA copies no less")
-            require(not (self.gather and self.warps == 12), "warps", "4 or 8 with gather")
+            require(not self.gather or self.warps == 8, "warps", "8 with gather")
         else:
             require(not self.gather, "gather", "False but for isa 90, where TMA is the rule")
             require(self.warps in (2, 4, 8, 16), "warps", "2, 4, 8 or 16")
@@ -179,8 +179,9 @@ class Spec:
         require(self.rotary in ROTARIES, "rotary", f"one of {ROTARIES}")
         uneven = self.pack_gqa or self.split or self.ragged or self.paged or self.key_warps > 1
         uneven |= self.isa == 90
-        require(not (uneven and self.even_m), "even_m", "False where lengths are not the call's")
-        require(not (uneven and self.even_n), "even_n", "False where lengths are not the call's")
+        odd = "False for isa 90, and where lengths are not the call's"
+        require(not (uneven and self.even_m), "even_m", odd)
+        require(not (uneven and self.even_n), "even_n", odd)
 
     @property
     def row_warps(self) -> int:
@@ -204,7 +205,13 @@ class Spec:
             *([flag for flag in ("softcap", "alibi", "prescale") if getattr(self, flag)]),
             *([flag.replace("_", "") for flag in ("even_m", "even_n") if getattr(self, flag)]),
             *([f"align{self.align}"] if self.align != 16 else []),
-            *([flag for flag in ("pack_gqa", "split", "ragged", "paged", "gather") if getattr(self, flag)]),
+            *(
+                [
+                    flag
+                    for flag in ("pack_gqa", "split", "ragged", "paged", "gather")
+                    if getattr(self, flag)
+                ]
+            ),
             *([f"rotary_{self.rotary}"] if self.rotary != "none" else []),
         ]
         return "_".join([f"rtflash_forward_sm{self.isa}_", self.dtype, dim, tile, *flags])

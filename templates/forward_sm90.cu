@@ -16,11 +16,11 @@
 
 // Registers of a thread that loads and of one that multiplies: at most as many in all as the launch
 // gives the CTA, which are 168 a thread with two consumers.
-constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 3 ? 32 : kGather ? 72 : 40;
-constexpr int kConsumerRegisters = kConsumers == 1   ? 256
-                                   : kConsumers == 3 ? 160
-                                   : kGather         ? 216
-                                                     : 232;
+constexpr int kProducerRegisters = kGather ? 72 : kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = kGather           ? 216
+                                   : kConsumers == 1 ? 256
+                                   : kConsumers == 2 ? 232
+                                                     : 160;
 
 constexpr int kConsumerRows = 64;  // of a warpgroup
 

@@ -227,8 +227,8 @@ def test_combine(monkeypatch: pytest.MonkeyPatch, dtype: str, dim: int) -> None:
 
 
 def test_empty_work() -> None:
-    for seqlen_q, seqlen_k, batch in ((0, 5, 1), (5, 0, 1), (5, 5, 0)):
-        attend(Call(seqlen_q, seqlen_k, batch=batch))
+    for seqlen_q, seqlen_k, batch in ((0, 5, 1), (5, 0, 1), (5, 5, 0), (130, 0, 1)):
+        attend(Call(seqlen_q, seqlen_k, batch=batch, head_dim=256))
 
 
 def test_forward_takes_what_the_numpy_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:

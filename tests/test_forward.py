@@ -73,6 +73,21 @@ def test_lengths(backend: Backend, call: Call) -> None:
     run(backend, call)
 
 
+@on_all
+@calls(
+    *(
+        Call(sq, sk, head_dim=d, layouts=(layout,) * 3, batch=2, heads=2, heads_k=2, causal=causal)
+        for layout in ("shared_batch", "align8", "align4", "align2")
+        for d, sq, sk, causal in ((256, 130, 70, False), (192, 200, 200, True), (72, 65, 300, True))
+    ),
+    Call(130, 0, head_dim=256),
+    Call(130, 0, head_dim=64, causal=True),
+)
+def test_many_rows_that_are_copied_one_by_one(backend: Backend, call: Call) -> None:
+    """On Hopper, where TMA cannot read them."""
+    run(backend, call)
+
+
 WINDOWS = (
     *(
         (0, 0),

@@ -66,6 +66,10 @@ def test_head_dims(backend: Backend, call: CacheCall) -> None:
               lengths=(100, 40, 90), num_splits=2),
     CacheCall(seqlen_q=80, leftpad=(9, 0, 1), causal=True, num_splits=2),
     CacheCall(seqlen_q=80, leftpad=(9, 0, 1), causal=True, page_size=16),
+    CacheCall(seqlen_q=130, lengths=(70, 0, 5), head_dim=256, page_size=3),
+    CacheCall(seqlen_q=80, lengths=(129, 40, 90), head_dim=192, causal=True, page_size=5, heads=8),
+    CacheCall(seqlen_q=70, seqlen_new=70, lengths=(100, 40, 90), page_size=1, causal=True, rotary="halves",
+              rotary_dim=32, num_splits=2),
     CacheCall(seqlen_q=80, rows=5, batch_idx=(4, 0, 2), lengths=77, head_dim=40, head_dim_v=32, num_splits=3),
 )  # fmt: skip
 def test_many_queries(backend: Backend, call: CacheCall) -> None:

@@ -14,11 +14,13 @@ from rtflash.spec import AnySpec, AppendSpec, CombineSpec, Spec
 TILE = {"head_dim": 64, "head_dim_v": 64, "block_m": 64, "block_n": 64, "warps": 4, "stages": 1}
 FORWARD = Spec("fp16", **TILE)
 HOPPER = Spec("fp16", 64, 64, 192, 128, 12, 2, isa=90)
+ROWS = Spec("fp16", 64, 64, 128, 128, 8, 2, isa=90, gather=True)
 SPLIT = Spec("bf16", **TILE, split=True, ragged=True, paged=True, rotary="halves")
 KERNELS: dict[str, tuple[AnySpec, layouts.Layout]] = {
     "forward": (FORWARD, layouts.FORWARD),
     "split forward": (SPLIT, layouts.FORWARD),
     "forward by TMA": (HOPPER, layouts.FORWARD_TMA),
+    "forward by rows": (ROWS, layouts.FORWARD_DRAWN),
     "combine": (CombineSpec("fp16"), layouts.COMBINE),
     "append": (AppendSpec("fp16"), layouts.APPEND),
 }
@@ -82,7 +84,7 @@ def test_params_are_those_of_params_cuh(kernel: str, tmp_path: Path) -> None:
     assert size <= -(-layouts.PARAMS_BYTES // 8) * 8
 
 
-LAYOUTS = [layouts.FORWARD, layouts.FORWARD_TMA, layouts.COMBINE, layouts.APPEND]
+LAYOUTS = [layout for _, layout in KERNELS.values()]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

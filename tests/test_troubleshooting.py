@@ -46,7 +46,7 @@ PASSED_ON = {
 }
 WARNINGS = ("warn", "warning", "warn_once", "error", "exit")
 # Words of functions that give reasons instead of raising them.
-REASONS = re.compile(r"_reasons$|^why_(?!not_hopper)|^misfit$|^find$|^get$|^within$")
+REASONS = re.compile(r"_reasons$|^why_(?!not_hopper|not_tma)|^misfit$|^find$|^get$|^within$")
 
 
 class Message(NamedTuple):

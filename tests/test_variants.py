@@ -64,6 +64,8 @@ def sample(arch: str) -> list[AnySpec]:
                 dim = spec.head_dim - 1
                 odd = dataclasses.replace(CALL, head_dim=dim, head_dim_v=dim, dtype=last, align=2)
                 chosen[select.variant(odd, gpu, select.TILES)] = None
+            if spec.gather:
+                chosen |= {dataclasses.replace(spec, align=align): None for align in (8, 4, 2)}
         if spec.dtype == last and wide:
             if kind == ("window", True, True, True, False, False):
                 chosen[spec] = None

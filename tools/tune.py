@@ -57,7 +57,7 @@ def make_call(kernel: build.Kernel, shared: int, gpu: Device, qkv: list[Any]) ->
     stream = torch.cuda.current_stream().cuda_stream
 
     def call() -> Any:
-        launch.launch(kernel, grid, layouts.forward(spec).head, head, rest, stream, gpu.index)
+        launch.launch(kernel, grid, layouts.FORWARD.head, head, rest, stream, gpu.index)
         return out, lse
 
     return call

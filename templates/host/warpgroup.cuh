@@ -52,11 +52,11 @@ void Worker::come_to_barrier(const Meeting& meeting, int id, int count, bool wai
   barrier.threads = 0;
 }
 
-/// Every warp has the same share, and what is left over nobody has.
+/// Every warp has the same share; the CTA's pool is what its warps leave of that, no more.
 void Worker::give_registers() {
   const int each = kRegisterFile / launch.threads / kRegisterUnit * kRegisterUnit;
   for (Warp& warp : warps) warp.registers = std::min(each, kMostRegisters);
-  free_registers = kRegisterFile - warps[0].registers * launch.threads;
+  free_registers = 0;
 }
 
 /// setmaxnreg by a warp.

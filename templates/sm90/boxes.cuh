@@ -88,7 +88,7 @@ struct Copies {
     if (thread == 0) mbarrier_arrive(full);
   }
 
-  __device__ __forceinline__ void finish() {}
+  __device__ __forceinline__ void flush() {}
 
  private:
   template <class Tile>

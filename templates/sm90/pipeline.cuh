@@ -136,9 +136,10 @@ struct Producer {
 
   /// Hands the tile to the consumers, with Q if it sees any key and is not to be rotated.
   __device__ __forceinline__ void load_q() {
-    mbarrier_wait(smem.q_empty(q.stage), q.round ^ 1);
-    barrier_loaders();  // one that still waits would miss the phase
     const Block block = noted();
+    // What releases Q may need what is held back, which no copy of K has pushed on.
+    if (block.n_begin >= block.n_end) copies.flush();
+    mbarrier_wait(smem.q_empty(q.stage), q.round ^ 1);
     const uint32 full = smem.q_full(q.stage);
     if (kRotary == RotaryKind::none && block.n_begin < block.n_end) {
       copies.start_query(smem.q + q.stage * QueryTile::kBytes, full, block);
@@ -177,6 +178,6 @@ struct Producer {
       place.advance();
     }
     load_q();
-    copies.finish();
+    copies.flush();
   }
 };

@@ -50,11 +50,13 @@ struct Copies {
     handed = full;
   }
 
-  /// Hands over what is left.
-  __device__ __forceinline__ void finish() {
+  /// Hands over what is held back.
+  __device__ __forceinline__ void flush() {
+    if (handed == 0) return;
     wait_copies<0>();
     fence_proxy_async();
     mbarrier_arrive(handed);
+    handed = 0;
   }
 
  private:
