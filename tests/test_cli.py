@@ -21,7 +21,7 @@ from rtflash import bundle, cache, device, settings
 from rtflash.__main__ import import_tool
 
 bench, chart, cli, demo = (import_tool(name) for name in ("bench", "chart", "cli", "demo"))
-screen = import_tool("screen")
+roofline, screen = (import_tool(name) for name in ("roofline", "screen"))
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = [
@@ -219,10 +219,50 @@ def test_bench_shows_saved_rows_of_inference(tmp_path, rows):
     assert len(chart.panels(rows)) == 2 + (2 if len(rows) > len(INFERENCE_ROWS) else 0)
 
 
+@pytest.mark.parametrize("files", [[ROWS], [INFERENCE_ROWS], [ROWS, INFERENCE_ROWS]], ids=len)
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_bench_draws_a_roofline_of_saved_rows(tmp_path, files, suffix):
+    pytest.importorskip("matplotlib")
+    options, image = [], tmp_path / f"roofline.{suffix}"
+    for number, rows in enumerate(files):
+        chart.save(rows, tmp_path / f"{number}.json")
+        options += ["--from", tmp_path / f"{number}.json"]
+    result = run("bench", *options, "--roofline", image)
+    assert result.exit_code == 0, result.output
+    assert image.stat().st_size > 1000
+    assert ("330" in result.output) == (ROWS in files)
+    assert ("126.1" in result.output) == (INFERENCE_ROWS in files)
+
+
+def test_places_on_the_roofline():
+    """Of every byte of q, k, v and o; a fraction of the copy is that of bytes of K and V."""
+    full, causal, one = roofline.points([*ROWS, *INFERENCE_ROWS])
+    b, s, h, d = 16, 1024, 32, 64
+    flops, traffic = 4 * b * h * s * s * d, 2 * 4 * b * s * h * d
+    assert (full.intensity, full.tflops, full.others) == (flops / traffic, 330, 300)
+    assert (causal.intensity, causal.tflops, causal.others) == (flops / traffic / 2, 240, 300)
+    b, s, h, h_k, d = 16, 8192, 32, 8, 128
+    flops, cache = 4 * b * h * s * d, 2 * 2 * b * s * h_k * d
+    assert one.intensity == pytest.approx(flops / (cache + 2 * 2 * b * h * d))
+    assert one.tflops == pytest.approx(flops / (cache / (1.03 * 4256e9)) / 1e12)
+    assert one.others == pytest.approx(one.tflops / 1.03 * 1.02)
+
+
+def test_roofs_are_those_of_the_gpu_and_of_the_run():
+    named = [{"mode": "machine", "gpu": "NVIDIA H200"}, {"gemm bf16 TFLOP/s": 778}]
+    assert roofline.datasheet(named) == (989, 4800)
+    assert roofline.measured([*named, {"copy GB/s": 4224}]) == (778, 4224)
+    assert roofline.datasheet(ROWS) == roofline.measured(ROWS) == (None, None)
+    # The copy places the rows of decoding: without it there is nothing to draw.
+    with pytest.raises(ValueError, match="no rows of mode fwd, decode to plot"):
+        roofline.plot(INFERENCE_ROWS[1:], Path("x.png"))
+
+
 def test_bench_plots_no_mode_that_is_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "why_not", lambda: "There is no GPU.")
     image = tmp_path / "plot.png"
     assert "--plot" in run("bench", "--mode", "host", "--plot", image).output
+    assert "--roofline" in run("bench", "--mode", "varlen", "--roofline", image).output
     if importlib.util.find_spec("matplotlib"):
         result = run("bench", "--mode", "decode", "--plot", image)
         assert "There is no GPU." in result.output
@@ -263,6 +303,7 @@ def test_bench_refuses_what_it_cannot_measure(monkeypatch, tmp_path):
         ("--seqlen", 99999999999999),
         ("--mode", "host"),
         ("--plot", tmp_path / "x.png"),
+        ("--roofline", tmp_path / "x.png"),
         ("--json", tmp_path),
         ("--json", tmp_path / "missing" / "x.json"),
     ]:
@@ -272,7 +313,8 @@ def test_bench_refuses_what_it_cannot_measure(monkeypatch, tmp_path):
     saved = tmp_path / "rows.json"
     chart.save(ROWS, saved)
     for plot in (tmp_path / "x.txt", tmp_path / "missing" / "x.png"):
-        assert "--plot" in run("bench", "--from", saved, "--plot", plot).output
+        for option in ("--plot", "--roofline"):
+            assert option in run("bench", "--from", saved, option, plot).output
 
 
 @pytest.mark.parametrize(

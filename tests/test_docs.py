@@ -212,6 +212,23 @@ def test_commands_in_the_text_parse(line: str) -> None:
     command.make_context(command.name, words[1:], resilient_parsing=False)
 
 
+def test_pictures_of_measurements_are_made_again(tmp_path: Path, monkeypatch: Any) -> None:
+    """By the commands that docs/benchmarks tells; every picture there has one."""
+    testing = pytest.importorskip("typer.testing")
+    pytest.importorskip("matplotlib")
+    folder = ROOT / "docs" / "benchmarks"
+    monkeypatch.chdir(ROOT)
+    made = set()
+    for line in commands_of(folder / "README.md"):
+        for picture in re.findall(r"docs/benchmarks/(\w+\.png)", line):
+            words = line.replace(f"docs/benchmarks/{picture}", (tmp_path / picture).as_posix())
+            result = testing.CliRunner().invoke(import_tool("cli").app, shlex.split(words)[1:])
+            assert result.exit_code == 0, result.output
+            assert (tmp_path / picture).stat().st_size > 10000
+            made.add(picture)
+    assert made == {path.name for path in folder.glob("*.png")}
+
+
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", VARIANTS.read_text(encoding="utf-8"), re.M | re.S)
 COMMANDS = re.findall(r"^rtflash .*$", "".join(BLOCKS), re.M)
 

@@ -24,6 +24,8 @@ from rtflash.spec import MAX_HEAD_DIM
 from . import bench_inference, chart
 from .chart import SHAPE_KEYS, Row
 from .peers import PEERS, TORCH_DTYPES, Peer, cpu_peers, make_peers
+from .roofline import DRAWN as ROOFED
+from .roofline import plot as plot_roofline
 from .screen import check_file, check_plot, console, given, items, numbers
 from .timing import ROUNDS, medians, turn
 
@@ -35,7 +37,7 @@ HOST_CALLS = 200
 # At the largest head_dim, a call on the GPU then holds 16 GB, one on the CPU 2 GB.
 LONGEST, LONGEST_CPU = 2**20, 2**16
 # Options that --cpu would ignore.
-GPU_OPTIONS = ("mode", "peer", "dtype", "plot")
+GPU_OPTIONS = ("mode", "peer", "dtype", "plot", "roofline")
 
 
 def why_not() -> str | None:
@@ -133,8 +135,12 @@ def command(
     on_cpu: Annotated[bool, typer.Option("--cpu", help="Time the NumPy backend instead.")] = False,
     report: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw them here (.png, .svg).")] = None,
+    roofline: Annotated[
+        Path | None, typer.Option(help="Draw them below the GPU's limits here.")
+    ] = None,
     saved: Annotated[
-        Path | None, typer.Option("--from", help="Show a file's rows instead.")
+        list[Path] | None,
+        typer.Option("--from", help="Show a file's rows instead; of several, all."),
     ] = None,
 ) -> None:
     """rtflash beside the attention libraries that import here, in one run on one GPU."""
@@ -144,18 +150,22 @@ def command(
     names, dtypes = items(peer, "--peer", list(PEERS)), items(dtype, "--dtype", list(TORCH_DTYPES))
     modes = items(mode, "--mode", MODES)
     torch_dtypes = [TORCH_DTYPES[name] for name in dtypes]
-    if on_cpu and saved is None and (found := given(context, GPU_OPTIONS)):
+    if on_cpu and not saved and (found := given(context, GPU_OPTIONS)):
         raise typer.BadParameter(f"{', '.join(found)}: for the GPU only, not with --cpu")
     check_file(report, "--json")
-    if plot is not None and saved is None and not {*modes} & {*chart.DRAWN}:
-        raise typer.BadParameter(
-            f"--plot draws the rows of --mode {', '.join(chart.DRAWN)}; none is asked for"
-        )
-    check_plot(plot)
+    for option, image, drawn in (
+        ("--plot", plot, chart.DRAWN),
+        ("--roofline", roofline, ROOFED),
+    ):
+        if image is not None and not saved and not {*modes} & {*drawn}:
+            raise typer.BadParameter(
+                f"{option} draws the rows of --mode {', '.join(drawn)}; none is asked for"
+            )
+        check_plot(image, option)
     skipped: dict[str, str] = {}
-    if saved is not None:
+    if saved:
         try:
-            rows = chart.load(saved)
+            rows = [row for file in saved for row in chart.load(file)]
         except (OSError, ValueError) as error:
             raise typer.BadParameter(f"--from: {error}") from None
     elif on_cpu:
@@ -180,7 +190,7 @@ def command(
         console.print(table, "")
     for name, reason in skipped.items():
         console.print(f"[yellow]skipped[/] {name}: {escape(reason)}")
-    write(rows, report, plot)
+    write(rows, report, plot, roofline)
 
 
 def show(rows: Iterator[Row]) -> list[Row]:
@@ -192,13 +202,17 @@ def show(rows: Iterator[Row]) -> list[Row]:
     return kept
 
 
-def write(rows: Sequence[Row], report: Path | None, plot: Path | None) -> None:
-    """The rows as JSON and as a plot, where asked for."""
+def write(
+    rows: Sequence[Row], report: Path | None, plot: Path | None, roofline: Path | None
+) -> None:
+    """The rows as JSON, as a plot and as a roofline, where asked for."""
     if report is not None:
         chart.save(rows, report)
-    if plot is not None:
+    for draw, image in ((chart.plot, plot), (plot_roofline, roofline)):
+        if image is None:
+            continue
         try:
-            chart.plot(rows, plot)
+            draw(rows, image)
         except (ImportError, ValueError) as error:
             console.print(f"[red]no plot:[/] {escape(str(error))}")
             raise typer.Exit(1) from None

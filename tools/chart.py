@@ -153,14 +153,18 @@ def plot(rows: Sequence[Row], file: Path) -> None:
             axis.tick_params(labelleft=column == 0)
             if column == 0:
                 axis.set_ylabel(panel.unit)
-    gpu = next((f", {row['gpu']}" for row in rows if "gpu" in row), "")
-    figure.suptitle(f"Attention forward, {drawn[0]['dtype']}{gpu}")
+    figure.suptitle(f"Attention forward, {drawn[0]['dtype']}{of_gpu(rows)}")
     bars = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in figure.axes]
     shown = {label: handle for handle, label in itertools.chain.from_iterable(bars)}
     handles = [shown[name] for name in names]
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
+
+
+def of_gpu(rows: Sequence[Row]) -> str:
+    """The GPU as the end of a title, empty where no row names it."""
+    return next((f", {row['gpu']}" for row in rows if "gpu" in row), "")
 
 
 def draw(axis: Any, panel: Panel, colours: dict[str, str]) -> None:

@@ -119,12 +119,12 @@ def check_folder(folder: Path | None, option: str) -> None:
         raise typer.BadParameter(f"{option}: {error}") from None
 
 
-def check_plot(plot: Path | None) -> None:
+def check_plot(plot: Path | None, option: str = "--plot") -> None:
     """BadParameter if a plot that the work will end in cannot be drawn or written."""
     if plot is None:
         return
     if plot.suffix not in PLOTS:
-        raise typer.BadParameter(f"--plot is {plot}; it must end in {', '.join(PLOTS)}")
+        raise typer.BadParameter(f"{option} is {plot}; it must end in {', '.join(PLOTS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("--plot needs matplotlib: pip install matplotlib")
-    check_file(plot, "--plot")
+        raise typer.BadParameter(f"{option} needs matplotlib: pip install matplotlib")
+    check_file(plot, option)
