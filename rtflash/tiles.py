@@ -125,14 +125,14 @@ SOME: dict[int, tuple[Row, ...]] = {
         Row(256, Tile(64, 32, 4, 1)),
     ),
 }
-# For sm_90's own kernel: block_m is 16 rows a warp, three or two warpgroups. `narrow`: scores are prescaled, or
-# rows packed (the thread that loads has few registers).
+# For sm_90's own kernel: block_m is 16 rows a warp, three or two warpgroups. `narrow`: scores are prescaled, rows packed
+# (the thread that loads has few registers), or rows copied one by one.
 HOPPER: dict[int, tuple[Row, ...]] = {
     227 * KIB: (
         Row(64, Tile(192, 128, 12, 2), Tile(128, 128, 8, 2)),
         Row(128, Tile(192, 80, 12, 3), Tile(128, 128, 8, 2)),
-        Row(192, Tile(128, 112, 8, 2)),
-        Row(256, Tile(128, 80, 8, 2)),
+        Row(192, Tile(128, 112, 8, 2), Tile(128, 96, 8, 2)),
+        Row(256, Tile(128, 80, 8, 2), Tile(128, 64, 8, 2)),
     ),
 }
 Table = dict[int, tuple[Row, ...]]
