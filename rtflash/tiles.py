@@ -125,8 +125,8 @@ SOME: dict[int, tuple[Row, ...]] = {
         Row(256, Tile(64, 32, 4, 1)),
     ),
 }
-# For sm_90's own kernel: block_m is 16 rows a warp, three or two warpgroups. `narrow`: scores are prescaled, rows packed
-# (the thread that loads has few registers), or rows copied one by one.
+# For sm_90's own kernel: block_m is 16 rows a warp, three or two warpgroups. `narrow`: scores are prescaled, rows
+# packed (the thread that loads has few registers), or rows copied one by one.
 HOPPER: dict[int, tuple[Row, ...]] = {
     227 * KIB: (
         Row(64, Tile(192, 128, 12, 2), Tile(128, 128, 8, 2)),

@@ -365,11 +365,11 @@ def test_sass_counts_instructions():
 
 
 def test_hopper_gets_a_kernel_of_its_own():
-    """For tensors that TMA can copy: rows of whole 16 bytes."""
-    for dim, isa in ((64, 90), (60, 80)):
+    """By TMA for rows of whole 16 bytes, else row by row, but for short rows of single elements."""
+    for dim, isa, gather in ((64, 90, False), (60, 90, True), (33, 80, False)):
         calls = served.problems(["bf16"], [(dim, dim)], ["full"], PLAIN, [(1024, 1024)])
         chosen, refused = served.variants(["sm_90a"], calls)
-        assert [variant.spec.isa for variant in chosen] == [isa]
+        assert [(variant.spec.isa, variant.spec.gather) for variant in chosen] == [(isa, gather)]
         assert not refused
 
 

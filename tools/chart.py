@@ -29,6 +29,7 @@ TITLES = {
     "cpu ms/call": "forward on the CPU, ms (less is better)",
 }
 MORE_IS_BETTER = ("fwd", "decode", "varlen")
+LIMITS = ("gemm bf16 TFLOP/s", "copy GB/s")  # rows of their own, of the same run
 DRAWN = MORE_IS_BETTER
 COLOURS = {"rtflash": "#d1495b", "torch-FA2": "#a8b5c8", "cuDNN": "#5c6f8a", "FA3": "#2f3e55"}
 SPARE_COLOURS = ("#7a9e87", "#c2a878", "#8f7aa6", "#b0a8a0")
@@ -207,6 +208,8 @@ def load(file: Path) -> list[Row]:
         rows = None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{file} holds no list of benchmark rows")
+    if not all(is_positive(row[key]) for row in rows for key in LIMITS if key in row):
+        raise ValueError(f"{file} says that {' or '.join(LIMITS)} is no number above 0")
     measured = [row for row in rows if row.get("mode") in list(TITLES)]
     if not measured or not all(map(is_complete, measured)):
         raise ValueError(
@@ -222,6 +225,12 @@ def is_complete(row: Row) -> bool:
     kinds = (str, int, bool, int, int)
     return (
         any(figure is not None for figure in figures)
-        and all(figure is None or isinstance(figure, (int, float)) for figure in figures)
+        and all(figure is None or is_positive(figure) for figure in figures)
         and (row["mode"] not in DRAWN or all(map(isinstance, shape, kinds)))
+        and all(is_positive(row[key]) for key in ("d", "s", "b") if key in row)
     )
+
+
+def is_positive(value: object) -> bool:
+    """Whether a value of a row is a number above 0 that a plot can place."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 2**63

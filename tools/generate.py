@@ -292,6 +292,8 @@ def command(
         raise typer.Exit(1)
     if packing:
         save(kernels, pack, package, name)
+    elif out is None:
+        console.print("nothing is kept: --out, --bundle or --wheel would")
 
 
 def watch(chosen: Sequence[Variant], jobs: int, out: Path | None, lines: bool) -> list[Outcome]:

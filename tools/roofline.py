@@ -53,8 +53,7 @@ def datasheet(rows: Sequence[Row]) -> Limits:
 
 def measured(rows: Sequence[Row]) -> Limits:
     """The matrix product and the copy that `bench` times in the same run as its rows; the first ones count."""
-    keys = ("gemm bf16 TFLOP/s", "copy GB/s")
-    return Limits(*(next((row[key] for row in rows if key in row), None) for key in keys))
+    return Limits(*(next((row[key] for row in rows if key in row), None) for key in chart.LIMITS))
 
 
 def intensity(row: Row) -> float:
@@ -91,27 +90,23 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     ImportError
         matplotlib is not installed.
     ValueError
-        There is no row to draw.
+        There is no row of the forward: one query has its place on a line, which is no picture.
     """
     found = list(points(rows))
-    if not found:
-        raise ValueError(f"there are no rows of mode {', '.join(DRAWN)} to plot")
+    forward = [point for point in found if point.row["mode"] == "fwd"]
+    if not forward:
+        raise ValueError("there are no rows of mode fwd to plot")
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    forward = [point for point in found if point.row["mode"] == "fwd"]
-    figure = pyplot.figure(figsize=(12.5 if forward else 6.5, 5), layout="constrained")
-    grid = figure.add_gridspec(1, 2 if forward else 1, width_ratios=[1, 1.2][: 1 + bool(forward)])
-    whole = figure.add_subplot(grid[0])
+    figure = pyplot.figure(figsize=(12.5, 5), layout="constrained")
+    grid = figure.add_gridspec(1, 2, width_ratios=[1, 1.2])
+    whole, near = axes = [figure.add_subplot(part) for part in grid]
     frame(whole, found, 3, 2.5)
-    axes = [whole]
-    if forward:
-        near = figure.add_subplot(grid[1])
-        frame(near, forward, 1.4, 1.3)
-        places(near, forward)
-        axes.append(near)
+    frame(near, forward, 1.4, 1.3)
+    places(near, forward)
     limits = datasheet(rows), measured(rows)
     for axis in axes:
         roofs(axis, *limits)
@@ -119,17 +114,14 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         axis.set_xlabel("FLOP for each byte of q, k, v and o")
     whole.set_ylabel("TFLOP/s")
     name_slopes(whole, *limits)
-    name_flats(axes[-1], *limits)
+    name_flats(near, *limits)
     if len(forward) < len(found):
         last = max((p for p in found if p.row["mode"] == "decode"), key=lambda p: p.intensity)
         text = f"one query, {HEADS} heads over {HEADS_K}\n(decoding)"
         whole.text(last.intensity * 1.5, last.tflops, text, va="center", fontsize=9)
-    if forward:
-        (left, right), (low, high) = near.get_xlim(), near.get_ylim()
-        whole.indicate_inset((left, low, right - left, high - low), edgecolor=GREY)
-        near.set_title(
-            "nearer: rtflash right of its tick, the best of the others left", fontsize=10
-        )
+    (left, right), (low, high) = near.get_xlim(), near.get_ylim()
+    whole.indicate_inset((left, low, right - left, high - low), edgecolor=GREY)
+    near.set_title("nearer: rtflash right of its tick, the best of the others left", fontsize=10)
     figure.suptitle(f"Roofline, {found[0].row['dtype']}{chart.of_gpu(rows)}")
     handles, names = legend(found)
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
