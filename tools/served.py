@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rtflash import device, select
 from rtflash.ahead import Inference, inference_calls
 from rtflash.problem import Problem
-from rtflash.spec import AnySpec
+from rtflash.spec import ALIGNMENTS, ELEMENT_BYTES, AnySpec
 
 # Query and key lengths that every tile divides, and that none does.
 LENGTHS: dict[str, list[tuple[int, int]]] = {
@@ -49,6 +50,8 @@ def problems(
         dtypes, head_dims, masks, features, lengths
     ):
         left, right = WINDOWS[mask]
+        # Of row-major tensors.
+        align = math.gcd(max(ALIGNMENTS), d * ELEMENT_BYTES, dv * ELEMENT_BYTES)
         yield Problem(
             batch=4,
             seqlen_q=sq,
@@ -63,8 +66,8 @@ def problems(
             window_right=right,
             softcap=30.0 if "softcap" in extra else 0.0,
             alibi="alibi" in extra,
-            align=16,
-            boxes=d % 8 == dv % 8 == 0,  # rows of whole 16 bytes
+            align=align,
+            boxes=align == max(ALIGNMENTS),
         )
 
 
