@@ -10,8 +10,11 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import inference_calls
 import numpy as np
 import pytest
+from backends import EMULATED, backend
+from inference_calls import VarlenCall
 from layouts import decode, encode
 
 from rtflash import render
@@ -653,3 +656,24 @@ def test_misdeeds_are_found(cases: Path, name: str) -> None:
             assert found.place.file == SPEC.kernel_file
             assert found.place.line == PRELUDE + BODIES.index(body)
             assert found.race == (found.what == RACE)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="barrier_loaders() behind load_q's wait for Q's buffer mends it: a change of the kernel, which waits for a GPU"
+    " record. (On a GPU the lanes should wait as one, and miss no phase.)",
+)
+def test_lanes_that_find_pages_meet_at_tiles_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RTFLASH_BACKEND", "emulate")
+    inference_calls.run(
+        backend(EMULATED),
+        VarlenCall(
+            heads=2,
+            heads_k=1,
+            head_dim=192,
+            num_splits=2,
+            lengths_q=(65,),
+            lengths_k=(2,),
+            page_size=16,
+        ),
+    )
