@@ -22,7 +22,7 @@ DESCRIBED = re.compile(r"^<!-- (::: [\w.]+) -->$", re.MULTILINE)
 def on_files(files: Any, config: Any) -> Any:
     """The pages from above docs/."""
     for name, page in PAGES.items():
-        text = (ROOT / name).read_text("utf-8")
+        text = (ROOT / name).read_text(encoding="utf-8")
         if not name.endswith(".md"):
             text = f"# {name.capitalize()}\n\n```text\n{text}```\n"
         files.append(File.generated(config, page, content=turned(text, "")))

@@ -268,6 +268,14 @@ PROBES: dict[str, Probe | SequenceProbe] = {
         blocks=20,
         packed=True,
     ),
+    # A split of no keys: the consumers wait for nothing but its place.
+    "groups, no keys": SequenceProbe(
+        VarlenCall(heads=2, heads_k=1, head_dim=192, lengths_q=(65,), lengths_k=(2,), page_size=16),
+        Tile(128, 96, 8, 2),
+        splits=2,
+        isa=90,
+        packed=True,
+    ),
     # Rows are copied one by one.
     "groups, rows": SequenceProbe(
         CacheCall(seqlen_q=130, heads=2, heads_k=2, lengths=(190, 40, 90), page_size=3),
@@ -1334,6 +1342,13 @@ FAULTS = (
         "slot % params.page_size",
         "(slot + 1) % params.page_size",
         "groups, pages",
+    ),
+    Fault(
+        "a lane misses a phase",
+        GROUPS_BOXES,
+        "    barrier_loaders();  // all have waited for it: one that still waits would miss the phase\n",
+        "",
+        "groups, no keys",
     ),
     Fault(
         "every lane draws",

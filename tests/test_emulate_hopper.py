@@ -658,11 +658,6 @@ def test_misdeeds_are_found(cases: Path, name: str) -> None:
             assert found.race == (found.what == RACE)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="barrier_loaders() behind load_q's wait for Q's buffer mends it: a change of the kernel, which waits for a"
-    " GPU record. (On a GPU the lanes should wait as one, and miss no phase.)",
-)
 def test_lanes_that_find_pages_meet_at_tiles_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RTFLASH_BACKEND", "emulate")
     inference_calls.run(

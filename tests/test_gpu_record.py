@@ -25,6 +25,7 @@ def checkout(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_record.sys, "path", list(gpu_record.sys.path))  # `record` adds to it
     monkeypatch.setattr(gpu_record, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_record, "RECORD", tmp_path / "gpu_record.json")
+    monkeypatch.setattr(gpu_record, "UNRECORDED", tmp_path / "gpu_unrecorded.json")
     return tmp_path
 
 
@@ -63,6 +64,24 @@ def test_check(checkout, gpu, capsys, file, text, status, words):
     capsys.readouterr()
     assert gpu_record.check() == status
     assert words in capsys.readouterr().out
+
+
+def test_kernels_that_no_gpu_could_run(checkout, gpu, capsys):
+    """What is said of them holds for these kernels alone, is told at every check, and ends with the next record."""
+    kernel = checkout / "templates" / "forward.cu"
+    assert gpu_record.record(gpu_record.RECORD) == 0
+    kernel.write_text("int y;\n", encoding="utf-8")
+    assert gpu_record.check() == 1
+    assert gpu_record.say_unrecorded("no GPU was lent") == 0
+    capsys.readouterr()
+    assert gpu_record.check() == 0
+    assert "NOT RECORDED" in (said := capsys.readouterr().out)
+    assert "no GPU was lent" in said
+    kernel.write_text("int z;\n", encoding="utf-8")
+    assert gpu_record.check() == 1
+    assert gpu_record.record(gpu_record.RECORD) == 0
+    assert not gpu_record.UNRECORDED.exists()
+    assert gpu_record.check() == 0
 
 
 @pytest.mark.parametrize("counts", [{"skipped": 4}, {"failed": 1}, {"passed": 0, "skipped": 0}])

@@ -156,20 +156,22 @@ def sources() -> list[Path]:
 def finders() -> Iterator[Finder]:
     for path in sources():
         finder = Finder(path.relative_to(ROOT).as_posix())
-        finder.visit(ast.parse(path.read_text("utf-8")))
+        finder.visit(ast.parse(path.read_text(encoding="utf-8")))
         yield finder
 
 
 def own_classes() -> set[str]:
     """Names of the exceptions that the sources define."""
     defined = re.compile(r"^class (\w+(?:Error|Warning))\(", re.M)
-    return {name for path in sources() for name in defined.findall(path.read_text("utf-8"))}
+    return {
+        name for path in sources() for name in defined.findall(path.read_text(encoding="utf-8"))
+    }
 
 
 OWN = own_classes()
 FOUND = list(finders())
 MESSAGES = [message for finder in FOUND for message in finder.messages]
-TEXT = PAGE.read_text("utf-8")
+TEXT = PAGE.read_text(encoding="utf-8")
 TABLES = re.findall(r"^\| (?:message|pattern) \|.*\n\|[-|]+\n((?:\|.*\n)+)", TEXT, re.M)
 CELLS = [row.split(" | ")[0] for table in TABLES for row in table.splitlines()]
 FRAGMENTS = [fragment for cell in CELLS for fragment in re.findall(r"`(.+?)`", cell)]

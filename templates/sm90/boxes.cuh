@@ -85,6 +85,7 @@ struct Copies {
 
   /// Hands over a buffer that holds nothing.
   __device__ __forceinline__ void hand_over(uint32 full) {
+    barrier_loaders();  // all have waited for it: one that still waits would miss the phase
     if (thread == 0) mbarrier_arrive(full);
   }
 
