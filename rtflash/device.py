@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 OLDEST = (7, 5)
 INSTALL = "pip install 'rtflash[cuda13]' (or 'rtflash[cuda12]' for a driver of CUDA 12)"
+VISIBLE = "see what nvidia-smi shows, and whether CUDA_VISIBLE_DEVICES hides it"
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -122,8 +123,35 @@ def why_no_cuda() -> str | None:
     try:
         count = runtime.getDeviceCount()
     except RuntimeError as error:
-        return f"CUDA finds no driver or no GPU ({first_line(error)})."
-    return None if count else "CUDA finds no GPU."
+        return why_no_driver() or f"CUDA finds no GPU ({first_line(error)}): {VISIBLE}."
+    return None if count else f"CUDA finds no GPU: {VISIBLE}."
+
+
+def why_no_driver() -> str | None:
+    """None where there is a driver and CuPy's CUDA can use it, else the reason as one sentence."""
+    from cupy.cuda import runtime
+
+    driver, wanted = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    if driver == 0:
+        return (
+            "There is no NVIDIA driver here: install one (https://www.nvidia.com/drivers), or start the container with "
+            "GPUs (docker run --gpus all)."
+        )
+    # Drivers run what is built for any minor version of their CUDA.
+    if driver // 1000 < wanted // 1000:
+        other = (
+            ", or uninstall this CuPy and pip install 'rtflash[cuda12]'" if driver >= 12000 else ""
+        )
+        return (
+            f"The NVIDIA driver is for CUDA {cuda_version(driver)}, this CuPy for CUDA {cuda_version(wanted)}: "
+            f"update the driver{other}."
+        )
+    return None
+
+
+def cuda_version(number: int) -> str:
+    """CUDA's 13020 as "13.2"."""
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def why_no_gpu() -> str | None:

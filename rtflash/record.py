@@ -17,6 +17,12 @@ from . import cache, settings
 from .spec import AnySpec, AppendSpec, CombineSpec, Spec
 
 KERNELS: dict[str, Any] = {"forward": Spec, "combine": CombineSpec, "append": AppendSpec}
+# The fewest fields of each.
+WHOLE = {
+    "forward": "kernel=forward,dtype=bf16,head_dim=128,head_dim_v=128,block_m=128,block_n=64,warps=4,stages=2",
+    "combine": "kernel=combine,dtype=bf16",
+    "append": "kernel=append,dtype=bf16",
+}
 # They are also names of folders. PTX is for a GPU that NVRTC does not know.
 PTX = re.compile(r"compute_\d{2,3}")
 ARCH = re.compile(rf"sm_\d+[af]?|{PTX.pattern}")
@@ -49,11 +55,15 @@ def parse(described: Any) -> tuple[AnySpec, str]:
 
 def make(kernel: str, fields: dict[str, object]) -> AnySpec:
     """A variant by its fields; ValueError or TypeError where there is no such one."""
-    kind = KERNELS[kernel]
-    types = {field.name: field.type for field in dataclasses.fields(kind)}
-    wrong = [name for name, x in dict(fields).items() if type(x).__name__ != types.get(name)]
+    kind, given = KERNELS[kernel], dict(fields)
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    types = {name: field.type for name, field in known.items()}
+    wrong = [name for name, x in given.items() if type(x).__name__ != types.get(name)]
     if wrong:
         raise ValueError(f"no variant ({', '.join(wrong)}: unknown, or of another type)")
+    needed = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in given]:
+        raise ValueError(f"no variant without {', '.join(missing)}; one is {WHOLE[kernel]}")
     return kind(**fields)
 
 
@@ -76,21 +86,23 @@ def from_text(said: str) -> AnySpec:
     pairs = dict(item.partition("=")[::2] for item in said.split(","))
     kernel = pairs.pop("kernel", "")
     if kernel not in KERNELS:
-        raise ValueError(f"kernel is {kernel!r}; it must be one of {', '.join(KERNELS)}")
+        names = ", ".join(KERNELS)
+        raise ValueError(
+            f"kernel is {kernel!r}; it must be one of {names}, as in {WHOLE['forward']}"
+        )
     types: dict[str, Any] = {x.name: x.type for x in dataclasses.fields(KERNELS[kernel])}
     readers: dict[str, Callable[[str], object]] = {
         "int": int,
         "bool": {"True": True, "False": False}.__getitem__,
         "str": str,
     }
-    try:
-        fields = {name: readers[types[name]](value) for name, value in pairs.items()}
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"no variant has {error} as a field or a value") from None
-    try:
-        return make(kernel, fields)
-    except TypeError as error:
-        raise ValueError(f"no variant ({error})") from None
+    fields: dict[str, object] = {}
+    for name, value in pairs.items():
+        try:
+            fields[name] = readers[types[name]](value)
+        except (KeyError, ValueError):
+            raise ValueError(f"no variant has {name}={value}; one is {WHOLE[kernel]}") from None
+    return make(kernel, fields)
 
 
 def note(spec: AnySpec, arch: str) -> None:

@@ -403,6 +403,18 @@ def test_a_text_that_is_no_variant_is_refused(text):
         record.from_text(text)
 
 
+def test_whole_variants_are_those_of_the_fewest_fields():
+    for kernel, text in record.WHOLE.items():
+        assert record.text(record.from_text(text)) == text
+        for needed in text.split(",")[1:]:
+            said = ",".join(item for item in text.split(",") if item != needed)
+            name = needed.partition("=")[0]
+            with pytest.raises(ValueError, match=rf"without {name}; one is {text}"):
+                record.from_text(said)
+        with pytest.raises(ValueError, match=rf"has what=1; one is kernel={kernel}"):
+            record.from_text(f"{text},what=1")
+
+
 def test_a_record_holds_each_variant_once(monkeypatch, tmp_path):
     file = tmp_path / "é folder" / "record.jsonl"
     monkeypatch.setenv("RTFLASH_RECORD", str(file))

@@ -1,6 +1,7 @@
 """The command line, on a machine with or without a GPU."""
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from rich.console import Console
 from typer.testing import CliRunner
 
 import rtflash
@@ -90,6 +92,16 @@ def test_info_without_cupy_says_what_to_install(monkeypatch):
     result = run("info")
     assert result.exit_code == 0
     assert "rtflash[cuda13]" in result.output
+
+
+def test_info_lists_what_generate_takes(monkeypatch):
+    known = ("sm_75", "sm_80", "sm_88", "sm_90a", "sm_121")
+    monkeypatch.setattr(cli.nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(cli.nvrtc, "supported_archs", lambda: known)
+    said = "13.0 for sm_75 sm_80 sm_90a"
+    assert cli.compiler() == f"{said}; where such a GPU is, also for sm_88 sm_121"
+    monkeypatch.setattr(cli.nvrtc, "supported_archs", lambda: known[:2])
+    assert cli.compiler() == "13.0 for sm_75 sm_80"
 
 
 @pytest.mark.gpu
@@ -173,7 +185,9 @@ def test_bench_on_the_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "ROUNDS", 1)
     file = tmp_path / "rows.json"
     options = ("--head-dim", "32", "--seqlen", "64", "--json", file)
-    assert run("bench", "--cpu", *options).exit_code == 0
+    result = run("bench", "--cpu", *options)
+    assert result.exit_code == 0
+    assert result.output.count("float16") == 2  # a row is printed once
     rows = json.loads(file.read_text(encoding="utf-8"))
     assert [row["causal"] for row in rows] == [False, True]
     assert all(row["mode"] == "cpu ms/call" and row["rtflash"] > 0 for row in rows)
@@ -203,6 +217,7 @@ def test_bench_shows_saved_rows(tmp_path, suffix):
     assert result.exit_code == 0, result.output
     assert "median 1.05, least 1.00" in result.output
     assert "14.5" in result.output
+    assert result.output.count("Some GPU") == 1
     assert image.stat().st_size > 1000
 
 
@@ -363,6 +378,35 @@ def test_narrow_terminals_leave_setting_names_whole(monkeypatch, without_gpu):
     lines = run("info").output.splitlines()
     for row in settings.describe():
         assert any(line.startswith(row.variable + " ") for line in lines)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_names_in_tables_are_never_broken(width, terminal):
+    """On a terminal in a line of their own where there is no room, in a log at the rows' ends."""
+    console = Console(width=width, force_terminal=terminal, file=io.StringIO())
+    table = screen.Named("kernel", "arch", "registers", right=("registers",))
+    names = ["short", "x" * 70]
+    for name in names:
+        table.add_row(name, "sm_80", "[red]255[/]")
+    console.print(table, crop=False)
+    shown = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue()).splitlines()
+    if terminal and width < 100:
+        assert shown[::2] == ["kernel", *names]
+        assert [line.split() for line in shown[1::2]] == [
+            ["arch", "registers"],
+            *[["sm_80", "255"]] * 2,
+        ]
+    else:
+        assert [line.split()[-1] for line in shown] == ["kernel", *names]
+
+
+def test_sass_says_what_is_missing_before_it_prints(tmp_path):
+    command = [sys.executable, "tools/sass.py", str(tmp_path / "none.cubin")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr
+    assert not done.stdout
 
 
 def test_units():

@@ -51,10 +51,17 @@ def test_unknown_arch_is_refused():
         device.for_arch("sm_61")
 
 
-def fake_cupy(monkeypatch, count, nvrtc_version=lambda: (13, 0), properties=None):
-    """A CuPy whose runtime counts devices by `count()`."""
+def fake_cupy(
+    monkeypatch, count, nvrtc_version=lambda: (13, 0), properties=None, driver=13000, cuda=13020
+):
+    """A CuPy for a CUDA whose runtime counts devices by `count()`, and a driver."""
     cuda = SimpleNamespace(
-        runtime=SimpleNamespace(getDeviceCount=count, getDeviceProperties=properties or count),
+        runtime=SimpleNamespace(
+            getDeviceCount=count,
+            getDeviceProperties=properties or count,
+            driverGetVersion=lambda: driver,
+            runtimeGetVersion=lambda built=cuda: built,
+        ),
         nvrtc=SimpleNamespace(getVersion=nvrtc_version),
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
@@ -78,11 +85,19 @@ def test_no_cupy(monkeypatch):
     assert str(caught.value) == reason
 
 
-def test_no_driver(monkeypatch):
-    fake_cupy(monkeypatch, raises("cudaErrorInsufficientDriver: too old\nmore"))
+@pytest.mark.parametrize(
+    ("driver", "cuda", "words"),
+    [
+        (0, 13020, "There is no NVIDIA driver here: install one"),
+        (12090, 13020, "is for CUDA 12.9, this CuPy for CUDA 13.2: update the driver, or"),
+        (11080, 12090, "is for CUDA 11.8, this CuPy for CUDA 12.9: update the driver."),
+        (13000, 13020, "CUDA finds no GPU (cudaErrorNoDevice: none): see what nvidia-smi shows"),
+    ],
+)
+def test_no_driver_or_an_old_one(monkeypatch, driver, cuda, words):
+    fake_cupy(monkeypatch, raises("cudaErrorNoDevice: none\nmore"), driver=driver, cuda=cuda)
     reason = device.why_no_gpu()
-    assert "no driver" in reason
-    assert "cudaErrorInsufficientDriver" in reason
+    assert words in reason
     assert "\n" not in reason
     with pytest.raises(RuntimeError) as caught:
         device.get(NOWHERE)
@@ -91,7 +106,7 @@ def test_no_driver(monkeypatch):
 
 def test_no_device(monkeypatch):
     fake_cupy(monkeypatch, lambda: 0)
-    assert device.why_no_gpu() == "CUDA finds no GPU."
+    assert device.why_no_gpu().startswith("CUDA finds no GPU: see what nvidia-smi shows")
 
 
 def test_old_device(monkeypatch):

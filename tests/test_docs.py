@@ -67,6 +67,12 @@ def test_links_and_files_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=relative)
+def test_links_are_named_by_what_they_lead_to(page: Path) -> None:
+    """A path is no name on the site."""
+    assert not re.findall(r"\[[^\]]*\.md\]\(", without_code(page))
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=relative)
 def test_lists_are_lists_on_the_site(page: Path) -> None:
     """GitHub is content with less: an empty line before a list or a table, four spaces before an inner list."""
     lines = ["", *without_code(page).splitlines()]
@@ -130,7 +136,7 @@ def test_docstrings_tell_of_arguments_results_and_errors(name: str) -> None:
 
 
 def test_every_page_with_examples_is_tested() -> None:
-    tested = {"emulation.md", "jax.md", "migrate.md", "pytorch.md", "transformers.md"}
+    tested = {"emulation.md", "jax.md", "migrate.md", "pytorch.md", "serving.md", "transformers.md"}
     assert {page.name for page in PAGES if examples(page)} == tested
 
 

@@ -1,4 +1,4 @@
-"""README.md: its commands exist, its code runs, its links lead somewhere."""
+"""README.md: its commands exist, its code runs, its links lead somewhere; the code of docs/serving.md runs as well."""
 
 import importlib
 import re
@@ -17,8 +17,16 @@ if not README.exists():
     pytest.skip("not run from a checkout", allow_module_level=True)
 
 TEXT = README.read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+DOCS = ROOT / "docs"
+
+
+def blocks(text):
+    return re.findall(r"^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+BLOCKS = blocks(TEXT)
 CODE = [text for language, text in BLOCKS if language == "python"]
+SERVING = [text for _, text in blocks((DOCS / "serving.md").read_text(encoding="utf-8"))]
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
 
 
@@ -26,7 +34,7 @@ def framework(code):
     return re.match(r"import (\w+)", code)[1]
 
 
-@pytest.mark.parametrize("code", CODE, ids=framework)
+@pytest.mark.parametrize("code", [*CODE, *SERVING], ids=framework)
 def test_quick_start_runs(code):
     name = framework(code)
     pytest.importorskip(name)
@@ -40,13 +48,13 @@ def test_quick_start_runs(code):
 
 
 def test_each_framework_has_its_quick_start():
-    assert [framework(code) for code in CODE[:4]] == ["torch", "jax", "cupy", "numpy"]
+    assert [framework(code) for code in CODE] == ["torch", "jax", "cupy", "numpy"]
 
 
 def test_serving_has_its_quick_starts():
     """Packed sequences, an append to a cache, pages, the two merges."""
     wanted = ("varlen", "cos, sin", "block_table", "merge_attention_states", "combine")
-    for code, words in zip(CODE[4:], wanted, strict=True):
+    for code, words in zip(SERVING, wanted, strict=True):
         assert words in code
 
 
@@ -83,9 +91,10 @@ def test_links_and_files_exist():
         assert name.startswith("http") or (ROOT / name).exists(), name
 
 
-def test_every_setting_is_there():
+def test_every_setting_is_on_its_page():
+    text = (DOCS / "settings.md").read_text(encoding="utf-8")
     for row in settings.describe():
-        assert f"`{row.variable}`" in TEXT
+        assert f"`{row.variable}`" in text
 
 
 def test_public_names_exist():

@@ -15,7 +15,9 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from rich.live import Live
 from rich.markup import escape
+from rich.text import Text
 
 import rtflash
 from rtflash import device
@@ -168,38 +170,50 @@ def command(
             rows = [row for file in saved for row in chart.load(file)]
         except (OSError, ValueError) as error:
             raise typer.BadParameter(f"--from: {error}") from None
+        show(rows)
     elif on_cpu:
-        rows = show(cpu(dims, seqlens, skipped))
+        rows = collected(cpu(dims, seqlens, skipped))
+        show(rows)
     else:
         reason = why_not()
         if reason is not None:
             console.print(f"[yellow]Nothing to measure:[/] {escape(reason)}")
             console.print("--cpu times the NumPy backend, --from FILE shows saved rows.")
             raise typer.Exit(2)
-        rows = show(machine())
+        rows = collected(machine())
+        show(rows)
         measured = {
             "fwd": forward(names, dims, seqlens, dtypes, skipped),
             "decode": bench_inference.decode(names, torch_dtypes, skipped),
             "varlen": bench_inference.varlen(names, torch_dtypes, skipped),
             "host": host(names, skipped),
         }
-        rows += show(
-            itertools.chain.from_iterable(measured[mode] for mode in MODES if mode in modes)
-        )
-    for table in chart.tables(rows):
-        console.print(table, "")
+        for wanted in [mode for mode in MODES if mode in modes]:
+            fresh = collected(measured[wanted])
+            show(fresh)
+            rows += fresh
     for name, reason in skipped.items():
         console.print(f"[yellow]skipped[/] {name}: {escape(reason)}")
     write(rows, report, plot, roofline)
 
 
-def show(rows: Iterator[Row]) -> list[Row]:
-    """The rows, each printed as it comes."""
+def collected(rows: Iterator[Row]) -> list[Row]:
+    """The rows; a terminal shows the newest one while the next is measured, without a thread that would disturb it."""
     kept = []
-    for row in rows:
-        console.print(escape(str(row)), style="dim", soft_wrap=True)
-        kept.append(row)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        for row in rows:
+            live.update(Text(chart.line(row)), refresh=True)
+            kept.append(row)
     return kept
+
+
+def show(rows: Sequence[Row]) -> None:
+    """The rows in their tables; before these, those that belong in none: what was measured on, limits of the run."""
+    for row in rows:
+        if row.get("mode") not in [*chart.TITLES]:
+            console.print(escape(chart.line(row)), style="dim", soft_wrap=True)
+    for table in chart.tables(rows):
+        console.print(table, "")
 
 
 def write(

@@ -67,6 +67,11 @@ def table(rows: Sequence[Row], mode: str) -> Group:
     return Group(TITLES[mode], grid, summary)
 
 
+def line(row: Row) -> str:
+    """A row that is in no table, or not yet."""
+    return ", ".join(f"{key} {kind(value)}" for key, value in row.items())
+
+
 def kind(value: object) -> str:
     """A cell of what was measured."""
     return {True: "causal", False: "full"}[value] if isinstance(value, bool) else f"{value}"

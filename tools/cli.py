@@ -15,7 +15,7 @@ import rtflash
 from rtflash import bundle, cache, device, nvrtc, settings, tuned
 
 from . import autotune, bench, demo, generate
-from .screen import console, frameless, size
+from .screen import Named, console, frameless, size
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 cache_app = typer.Typer(no_args_is_help=True, help="The compiled kernels on disk.")
@@ -87,15 +87,21 @@ def gpus() -> list[str]:
         f"{gpu.shared_bytes_per_block // 1024} KB shared memory a CTA"
         for gpu in found
     ]
-    return [*lines, f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}"]
+    return [*lines, f"driver for CUDA {device.cuda_version(driver)}"]
 
 
 def compiler() -> str:
-    """NVRTC's version and the architectures it compiles for, or what is missing."""
+    """NVRTC's version and the architectures it compiles for, or what is missing.
+
+    Those that `generate` has no typical GPU of stand apart: it cannot choose their tiles.
+    """
     try:
-        return f"{'.'.join(map(str, nvrtc.version()))} for {' '.join(nvrtc.supported_archs())}"
+        version, known = ".".join(map(str, nvrtc.version())), nvrtc.supported_archs()
     except (ImportError, RuntimeError) as error:
         return f"[yellow]missing.[/] {escape(str(error))}"
+    here = [arch for arch in known if arch not in device.TYPICAL]
+    also = f"; where such a GPU is, also for {' '.join(here)}" if here else ""
+    return f"{version} for {' '.join(arch for arch in known if arch in device.TYPICAL)}{also}"
 
 
 def bundled() -> str:
@@ -127,20 +133,20 @@ def total(entries: list[cache.Listed]) -> int:
 @cache_app.command("list")
 def cache_list() -> None:
     """The kernels on disk, the newest last."""
-    table = frameless("kernel", "arch", "registers", "size", "made", right=("registers", "size"))
+    table = Named("kernel", "arch", "registers", "size", "made", right=("registers", "size"))
     entries = cache.entries()
     for entry in sorted(entries, key=lambda entry: entry.modified):
         record: Any = entry.record
         used = record.get("resources")
         table.add_row(
-            escape(entry.folder.name),
+            entry.folder.name,
             escape(str(record["arch"])) if "arch" in record else "[red]damaged[/]",
             str(used.get("registers", "")) if isinstance(used, dict) else "",
             size(entry.size),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.modified)),
         )
-    if table.row_count:
-        console.print(table)
+    if entries:
+        console.print(table, crop=False)
     console.print(stored(entries))
 
 

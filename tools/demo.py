@@ -237,7 +237,7 @@ def compile_elsewhere() -> None:
     except (ImportError, RuntimeError) as error:
         console.print(f"[yellow]not done:[/] {escape(str(error))}")
         return
-    console.print("", generate.table(outcomes))
+    console.print("", generate.table(outcomes), crop=False)
     for outcome in outcomes:
         if outcome.error:
             console.print(f"[red]{escape(outcome.error)}[/]")

@@ -271,11 +271,12 @@ def command(
     start = time.perf_counter()
     outcomes = watch(chosen, jobs, out, not packing)
     seconds = time.perf_counter() - start
-    console.print(table(outcomes))
+    console.print(table(outcomes), crop=False)
     faulty = [outcome for outcome in outcomes if outcome.faults]
     for outcome in faulty:
         made, arch = outcome.variant
-        console.print(f"[red]{arch} {made.name}[/]: {escape('; '.join(outcome.faults))}")
+        faults = escape("; ".join(outcome.faults))
+        console.print(f"[red]{arch} {made.name}[/]: {faults}", soft_wrap=True)
     already = f", already there: {len(held)}" if held else ""
     console.print(
         f"\nvariants: {len(outcomes)}, with faults: {len(faulty)}, in {seconds:.1f} s{already}"

@@ -8,12 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from rtflash import artifacts, bundle, device, dump, layouts
 from rtflash.spec import WARP_SIZE, AnySpec, AppendSpec, Spec
 
-from .screen import frameless
+from .screen import Named
 from .served import Variant
 from .trial import SM_REGISTERS, residents
 
@@ -143,13 +141,13 @@ def short(name: str) -> str:
     return name.removeprefix("rtflash_").removeprefix("forward_")
 
 
-def table(outcomes: Iterable[Outcome]) -> Table:
+def table(outcomes: Iterable[Outcome]) -> Named:
     """The report for the terminal."""
     right = ("registers", "shared KB", "CTAs/SM", "occupancy", "spilled B", "cubin KB", "seconds")
-    grid = frameless("arch", "kernel", *right, right=right)
+    grid = Named("kernel", "arch", *right, right=right)
     for row in map(report, outcomes):
         if "registers" not in row:
-            grid.add_row(row["arch"], short(row["name"]), *["[red]failed[/]"] * len(right))
+            grid.add_row(short(row["name"]), row["arch"], *["[red]failed[/]"] * len(right))
             continue
         spilled = row["spill_bytes"] + row["local_bytes"]
         cells = (
@@ -161,7 +159,7 @@ def table(outcomes: Iterable[Outcome]) -> Table:
             f"{row['cubin_bytes'] / 1024:.0f}",
             f"{row['seconds']:.2f}",
         )
-        grid.add_row(row["arch"], short(row["name"]), *cells)
+        grid.add_row(short(row["name"]), row["arch"], *cells)
     return grid
 
 

@@ -7,6 +7,7 @@ Needs nvdisasm or cuobjdump: on PATH, or from `pip install nvidia-cuda-nvdisasm`
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections import Counter
@@ -40,10 +41,11 @@ def main() -> None:
     """Print one line per kernel of the files named on the command line."""
     if len(sys.argv) < 2:
         sys.exit("usage: python tools/sass.py FILE.cubin...")
+    # All files first: none, or no disassembler, is an error without a header.
+    found = [count(disassemble(Path(file))) for file in sys.argv[1:]]
     print(*(f"{name:>7}" for name in (*COUNTED, "total")), " kernel")
-    for file in sys.argv[1:]:
-        for kernel, counter in count(disassemble(Path(file))).items():
-            print(*(f"{counter[name]:>7}" for name in (*COUNTED, "total")), f" {kernel}")
+    for kernel, counter in itertools.chain.from_iterable(kernels.items() for kernels in found):
+        print(*(f"{counter[name]:>7}" for name in (*COUNTED, "total")), f" {kernel}")
 
 
 if __name__ == "__main__":

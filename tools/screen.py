@@ -7,14 +7,17 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.segment import Segment
 from rich.status import Status
 from rich.table import Table
 
+# Columns that no table fills.
+WIDE = 10_000
 PLOTS = (".png", ".svg", ".pdf")
 
 # A pipe or a log has no width: rather long lines there than wrapped tables. A closed stdout is None.
@@ -33,6 +36,26 @@ def frameless(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = (
             no_wrap=name in whole,
         )
     return table
+
+
+class Named:
+    """A table whose rows have names that are never broken: at the rows' ends if all fit there, else above the rows."""
+
+    def __init__(self, title: str, *columns: str, right: Sequence[str]) -> None:
+        self.names = [title]
+        self.table = frameless(*columns, right=right)
+
+    def add_row(self, name: str, *cells: str) -> None:
+        self.names.append(name)
+        self.table.add_row(*cells)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        rows = console.render_lines(self.table, options.update(width=WIDE), pad=False)
+        width = Segment.get_line_length(rows[0]) + 2 + max(map(len, self.names))
+        beside = width <= options.max_width or not console.is_terminal
+        for name, row in zip(self.names, rows, strict=True):
+            yield from [*row, Segment(f"  {name}")] if beside else [Segment(f"{name}\n"), *row]
+            yield Segment.line()
 
 
 def working(what: str) -> Status:

@@ -24,7 +24,7 @@ COMMANDS = {
 }
 # What `bench` is with --cpu.
 ON_CPU = "bench --cpu --head-dim 64"
-COLUMNS = 134  # so that no kernel's name is broken
+COLUMNS = 134  # so that kernels' names stand beside their rows
 
 
 def draw(name: str, words: str, folder: Path) -> Path:
