@@ -19,8 +19,6 @@ ALiBi, Press et al. 2021 (arXiv:2108.12409); softcap, Gemma 2 (arXiv:2408.00118,
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -38,11 +36,6 @@ TILE_N = 256
 # Heads and batches join a chunk until its score tile, or its keys and values, fill so many fp32
 # elements (4 MiB, about a core's share of cache).
 CHUNK_ELEMENTS = 2**20
-# Multiplications beyond which OpenBLAS, which NumPy's wheels bring, shares a product among threads
-# (SMP_THRESHOLD_MIN * GEMM_MULTITHREAD_THRESHOLD of its interface/gemm.c). Its threads wait for one another by
-# spinning: on two cores that others used too, `rtflash demo` took 70 to 480 ms that way and 21 to 35 ms in blocks,
-# where a call takes 1.2 to 1.5 times as long while both cores are idle (measured).
-ALONE = 2**18
 
 
 class Chunk(NamedTuple):
@@ -191,7 +184,7 @@ def tile_scores(problem: Problem, q: Array, chunk: Chunk, first: int, key: int, 
     """Scores (batches, heads_k, group, m, n) of a query tile and keys [key, stop), not masked."""
     keys = chunk.keys[:, :, key - chunk.first_key : stop - chunk.first_key]
     rows = q.reshape(*q.shape[:2], -1, q.shape[-1])
-    scores = product(rows, keys.swapaxes(-1, -2)).reshape(*q.shape[:-1], stop - key)
+    scores = (rows @ keys.swapaxes(-1, -2)).reshape(*q.shape[:-1], stop - key)
     scores *= np.float32(problem.softmax_scale)
     if problem.softcap > 0:
         scores /= np.float32(problem.softcap)
@@ -233,31 +226,15 @@ def weighted_values(weights: Array, chunk: Chunk, key: int, visible: Array | Non
     rows = weights.reshape(*weights.shape[:2], -1, weights.shape[-1])
     bad = chunk.nonfinite[(chunk.nonfinite >= key) & (chunk.nonfinite < stop)] - key
     if visible is None or bad.size == 0:
-        return product(rows, values).reshape(*weights.shape[:-1], -1)
+        return (rows @ values).reshape(*weights.shape[:-1], -1)
     bad_values = np.where(np.isfinite(values[:, :, bad]), np.float32(0), values[:, :, bad])
     finite_values = np.where(np.isfinite(values), values, np.float32(0))
-    result = product(rows, finite_values).reshape(*weights.shape[:-1], -1)
+    result = (rows @ finite_values).reshape(*weights.shape[:-1], -1)
     for index, column in enumerate(bad):
         seen = visible[:, column]
         bad_value = bad_values[:, :, None, None, index]
         result[..., seen, :] += weights[..., seen, column, None] * bad_value
     return result
-
-
-def product(a: Array, b: Array) -> Array:
-    """a @ b of float32 (..., m, k) and (..., k, n), in blocks that OpenBLAS computes in the caller's thread."""
-    rows, inner = a.shape[-2:]
-    columns = b.shape[-1]
-    if rows * inner * columns <= ALONE:
-        return a @ b
-    # Nearly square: OpenBLAS copies both sides of a block before it multiplies them.
-    step_n = max(16, math.isqrt(ALONE // inner) // 16 * 16)
-    step_m = ALONE // (inner * step_n)
-    out = np.empty((*a.shape[:-1], columns), np.float32)
-    for m, n in itertools.product(range(0, rows, step_m), range(0, columns, step_n)):
-        block = np.s_[..., m : m + step_m, n : n + step_n]
-        np.matmul(a[..., m : m + step_m, :], b[..., n : n + step_n], out=out[block])
-    return out
 
 
 def to_float32(x: Array) -> Array:

@@ -224,27 +224,6 @@ def test_window_edges(window_size: tuple[int, int], seen: Any) -> None:
         assert lse[0, 0, i] == pytest.approx(np.log(last - first + 1), abs=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(1, 256, 256), (40, 300, 70), (257, 64, 129), (5, 20, 2000)])
-def test_products_are_computed_in_blocks_for_one_thread(
-    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    m, k, n = shape
-    rng = np.random.default_rng(0)
-    a = rng.standard_normal((2, m, k), np.float32)
-    b = rng.standard_normal((2, n, k), np.float32).swapaxes(1, 2)
-    matmul, sizes = np.matmul, []
-
-    def noted(x: Array, y: Array, out: Array) -> Array:
-        sizes.append(x.shape[1] * x.shape[2] * y.shape[2])
-        return matmul(x, y, out=out)
-
-    monkeypatch.setattr(cpu_dense, "ALONE", 2**16)
-    monkeypatch.setattr(np, "matmul", noted)
-    np.testing.assert_allclose(cpu_dense.product(a, b), a @ b, rtol=1e-4, atol=1e-4)
-    assert sum(sizes) == m * k * n if m * k * n > 2**16 else not sizes
-    assert max(sizes, default=0) <= 2**16
-
-
 @pytest.mark.usefixtures("small_tiles")
 def test_rows_that_see_nothing() -> None:
     q, k, v = inputs(seqlen_q=40, seqlen_k=23)
