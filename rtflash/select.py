@@ -347,17 +347,12 @@ def variants(spec: Spec) -> list[Spec]:
 
 
 def every_variant(problem: Problem, device: Device) -> list[Spec | CombineSpec | AppendSpec]:
-    """All that a call of these features can need, whatever its lengths, batch and heads."""
+    """All that a call of these features and on such tensors can need, whatever its lengths, batch and heads."""
     specs: dict[Spec | CombineSpec | AppendSpec, None] = {}
     one, many, more = (dataclasses.replace(problem, seqlen_q=n) for n in (1, 2, 1024))
     calls = [(table, call) for table in (FEW, SOME) for call in (many, one)]
     if why_not_hopper(problem, device) is None:
-        # By TMA, and where the strides do not allow that.
-        calls += [
-            (HOPPER, dataclasses.replace(call, boxes=boxes))
-            for call in (many, one, more)
-            for boxes in (True, False)
-        ]
+        calls += [(HOPPER, call) for call in (many, one, more)]
     elif not problem.page_size and problem.rotary == "none":
         calls.append((TILES, more))
     for table, call in calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,8 +36,9 @@ def problems(
     masks: Sequence[str],
     features: Sequence[frozenset[str]],
     lengths: Sequence[tuple[int, int]],
+    strided: bool = False,
 ) -> Iterator[Problem]:
-    """One representative call per combination.
+    """One representative call per combination, on row-major tensors.
 
     Parameters
     ----------
@@ -45,14 +47,14 @@ def problems(
     masks : keys of WINDOWS.
     features : sets out of "softcap", "alibi".
     lengths : (seqlen_q, seqlen_k).
+    strided : whether each call comes on tensors that TMA cannot read, too.
     """
     for dtype, (d, dv), mask, extra, (sq, sk) in itertools.product(
         dtypes, head_dims, masks, features, lengths
     ):
         left, right = WINDOWS[mask]
-        # Of row-major tensors.
         align = math.gcd(max(ALIGNMENTS), d * ELEMENT_BYTES, dv * ELEMENT_BYTES)
-        yield Problem(
+        call = Problem(
             batch=4,
             seqlen_q=sq,
             seqlen_k=sk,
@@ -69,6 +71,9 @@ def problems(
             align=align,
             boxes=align == max(ALIGNMENTS),
         )
+        yield call
+        if strided:
+            yield dataclasses.replace(call, boxes=False)
 
 
 def variants(
