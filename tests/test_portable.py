@@ -27,6 +27,7 @@ from rtflash import (
     dump,
     nvrtc,
     record,
+    renames,
     select,
     settings,
 )
@@ -210,15 +211,15 @@ class Refusing:
 def test_windows_renames_what_somebody_reads(tmp_path, monkeypatch):
     (tmp_path / "new").write_bytes(b"new")
     with pytest.raises(PermissionError):
-        cache.patiently(
+        renames.patiently(
             Refusing(1), tmp_path / "new", tmp_path / "old"
         )  # elsewhere it means what it says
     monkeypatch.setattr(sys, "platform", "win32")
-    cache.patiently(Refusing(3), tmp_path / "new", tmp_path / "old")
+    renames.patiently(Refusing(3), tmp_path / "new", tmp_path / "old")
     assert (tmp_path / "old").read_bytes() == b"new"
-    monkeypatch.setattr(cache, "RENAME_PATIENCE_S", 0.05)
+    monkeypatch.setattr(renames, "PATIENCE_S", 0.05)
     with pytest.raises(PermissionError):
-        cache.patiently(Refusing(1000), tmp_path / "old", tmp_path / "new")
+        renames.patiently(Refusing(1000), tmp_path / "old", tmp_path / "new")
 
 
 def test_bundles_and_cache_rename_patiently(tmp_path, monkeypatch):
@@ -228,7 +229,7 @@ def test_bundles_and_cache_rename_patiently(tmp_path, monkeypatch):
         renamed.append(Path(new).name)
         rename(old, new)
 
-    monkeypatch.setattr(cache, "patiently", patiently)
+    monkeypatch.setattr(renames, "patiently", patiently)
     bundle.write(tmp_path / "kernels.zip", b"1")
     cache.store(tmp_path / "variant", cache.Entry({}, {}))
     assert renamed == ["kernels.zip", "variant"]
