@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from . import build, describe, device, select
+from . import build, describe, device, listed
 from .dlpack import row_major
 from .problem import Problem
 from .spec import ROTARIES
@@ -113,7 +113,7 @@ def warmup(
     specs: dict[Any, None] = {}
     for call in (dense, dataclasses.replace(dense, boxes=False)) if strided else (dense,):
         for described in (call, *inference_calls(call, wanted)):
-            specs.update(dict.fromkeys(select.every_variant(described, gpu)))
+            specs.update(dict.fromkeys(listed.every_variant(described, gpu)))
     with ThreadPoolExecutor() as pool:
         return [
             kernel.spec.name for kernel in pool.map(lambda spec: build.kernel(spec, gpu), specs)
@@ -121,7 +121,7 @@ def warmup(
 
 
 def inference_calls(dense: Problem, wanted: Inference) -> Iterator[Problem]:
-    """Calls whose `select.every_variant` are all that inference can need beside a dense call."""
+    """Calls whose `listed.every_variant` are all that inference can need beside a dense call."""
     placed = dataclasses.replace(dense, ragged=True, page_size=PAGE_SIZE if wanted.paged else 0)
     if wanted.varlen:
         yield placed

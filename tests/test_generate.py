@@ -21,7 +21,7 @@ from fake_gpu import view
 from typer.testing import CliRunner
 
 import rtflash
-from rtflash import ahead, artifacts, build, bundle, device, layouts, nvrtc, record, select
+from rtflash import ahead, artifacts, build, bundle, device, layouts, listed, nvrtc, record, select
 from rtflash.__main__ import import_tool
 from rtflash.describe import kvcache
 from rtflash.nvrtc import Resources
@@ -462,7 +462,7 @@ def test_a_record_is_compiled(fake, monkeypatch, tmp_path):
     monkeypatch.setenv("RTFLASH_RECORD", str(file))
     monkeypatch.setattr(record, "_noted", set())
     gpu = device.for_arch("sm_90a")
-    specs = select.table_specs(gpu)[:3]
+    specs = listed.table_specs(gpu)[:3]
     for spec in specs:
         record.note(spec, "sm_90a")
     record.note(AppendSpec("bf16"), "sm_80")

@@ -25,10 +25,10 @@ from rtflash import (
     cxx,
     device,
     dump,
+    listed,
     nvrtc,
     record,
     renames,
-    select,
     settings,
 )
 from rtflash.__main__ import import_tool
@@ -126,7 +126,7 @@ def every_variant() -> list[AnySpec]:
     """A variant of each kind of name: all of the tile tables, and what appends and merges."""
     specs: dict[AnySpec, None] = {LONGEST: None}
     for arch in device.TYPICAL:
-        specs.update(dict.fromkeys(select.table_specs(device.for_arch(arch))))
+        specs.update(dict.fromkeys(listed.table_specs(device.for_arch(arch))))
     specs.update(
         dict.fromkeys(AppendSpec(*x) for x in itertools.product(("fp16", "bf16"), ROTARIES))
     )

@@ -46,6 +46,7 @@ KERNEL_MODULES = (
     "jax_ops",
     "launch",
     "layouts",
+    "listed",
     "merging",
     "nvrtc",
     "partials",

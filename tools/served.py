@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from rtflash import device, select
+from rtflash import device, listed, select
 from rtflash.ahead import Inference, inference_calls
 from rtflash.problem import Problem
 from rtflash.spec import ALIGNMENTS, ELEMENT_BYTES, AnySpec
@@ -95,7 +95,7 @@ def variants(
         try:
             specs: list[AnySpec] = [select.forward(call, devices[arch])[0]]
             for other in inference_calls(call, wanted or Inference()):
-                specs += select.every_variant(other, devices[arch])
+                specs += listed.every_variant(other, devices[arch])
             found.update(dict.fromkeys(Variant(spec, arch) for spec in specs))
         except (ValueError, TypeError, NotImplementedError) as error:
             refused[f"{arch}: {error}"] = None
@@ -104,4 +104,4 @@ def variants(
 
 def table_variants(archs: Iterable[str]) -> list[Variant]:
     """Every kernel that the shipped tile table makes on the architectures."""
-    return [Variant(s, arch) for arch in archs for s in select.table_specs(device.for_arch(arch))]
+    return [Variant(s, arch) for arch in archs for s in listed.table_specs(device.for_arch(arch))]
