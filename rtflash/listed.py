@@ -8,8 +8,9 @@ from typing import Any
 
 from . import select
 from .device import Device
+from .other_specs import AppendSpec, CombineSpec
 from .problem import Problem
-from .spec import AppendSpec, CombineSpec, Spec
+from .spec import Spec
 from .tiles import FEW, HOPPER, SOME, TILES
 
 

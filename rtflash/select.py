@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from . import settings, tuned
 from .device import Device
+from .other_specs import AppendSpec, CombineSpec
 from .problem import Combine, Problem
-from .spec import ALIGNMENTS, ELEMENT_BYTES, MAX_SPLITS, AppendSpec, CombineSpec, Spec
+from .spec import ALIGNMENTS, ELEMENT_BYTES, MAX_SPLITS, Spec
 from .tiles import FEW, FEW_ROWS, HOPPER, SOME, SOME_ROWS, TILES, Table, Tile, tile
 
 # A scale that is not a normal positive fp32 number, even times log2(e), is applied before the masks: -inf * 0 is NaN.

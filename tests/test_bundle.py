@@ -17,7 +17,8 @@ import pytest
 
 import rtflash
 from rtflash import artifacts, build, bundle, cache, device, listed, nvrtc, record, render
-from rtflash.spec import AppendSpec, CombineSpec, Spec
+from rtflash.other_specs import AppendSpec, CombineSpec
+from rtflash.spec import Spec
 
 SMALL = Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75)
 OTHER = dataclasses.replace(SMALL, mask="causal")

@@ -25,8 +25,9 @@ from rtflash import ahead, artifacts, build, bundle, device, layouts, listed, nv
 from rtflash.__main__ import import_tool
 from rtflash.describe import kvcache
 from rtflash.nvrtc import Resources
+from rtflash.other_specs import AppendSpec
 from rtflash.problem import Tensors
-from rtflash.spec import AppendSpec, Spec
+from rtflash.spec import Spec
 
 cli, generate, sass = (import_tool(name) for name in ("cli", "generate", "sass"))
 generated, served = (import_tool(name) for name in ("generated", "served"))

@@ -32,7 +32,8 @@ from rtflash import (
     settings,
 )
 from rtflash.__main__ import import_tool
-from rtflash.spec import ROTARIES, AnySpec, AppendSpec, CombineSpec, Spec
+from rtflash.other_specs import AppendSpec, CombineSpec
+from rtflash.spec import ROTARIES, AnySpec, Spec
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(rtflash.__file__).parent

@@ -26,8 +26,8 @@ from rtflash import (
     tensor,
 )
 from rtflash.dlpack import Borrowed
+from rtflash.other_specs import AppendSpec
 from rtflash.problem import Tensors
-from rtflash.spec import AppendSpec
 from rtflash.tensor import Framework, View
 
 

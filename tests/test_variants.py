@@ -25,8 +25,9 @@ import numpy as np
 import pytest
 
 from rtflash import artifacts, device, listed, nvrtc, select
+from rtflash.other_specs import AppendSpec, CombineSpec
 from rtflash.problem import Problem
-from rtflash.spec import AnySpec, AppendSpec, CombineSpec, Spec
+from rtflash.spec import AnySpec, Spec
 
 TABLE = Path(__file__).with_name("variants.json")
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

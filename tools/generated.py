@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from rtflash import artifacts, bundle, device, dump, layouts
-from rtflash.spec import WARP_SIZE, AnySpec, AppendSpec, Spec
+from rtflash.other_specs import AppendSpec
+from rtflash.spec import WARP_SIZE, AnySpec, Spec
 
 from .screen import frameless
 from .served import Variant
