@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from . import build, describe, device, select
+from . import build, describe, device, listed
 from .dlpack import row_major
 from .problem import Problem
 from .spec import ROTARIES
@@ -49,6 +49,7 @@ def warmup(
     append: bool = False,
     rotary: str = "none",
     group: int = 1,
+    strided: bool = False,
 ) -> list[str]:
     """Compile and load, ahead of the first call, the variants that lengths choose among: four of dense calls.
 
@@ -66,6 +67,8 @@ def warmup(
     append : flash_attn_with_kvcache with k and v.
     rotary : and with rotary tables: "interleaved" or "halves", as rotary_interleaved says.
     group : query heads of a key head.
+    strided : on Hopper, what TMA cannot read too: strides of 0 or less, pages of no multiple of 8 slots, cache_leftpad
+        with pages, tensors without elements.
 
     Returns
     -------
@@ -106,10 +109,11 @@ def warmup(
             " generate` renders and compiles them for any architecture"
         ) from error
     dense = describe.dense(q, k, v, alibi_slopes=slopes, **options)  # type: ignore[arg-type]
-    specs: dict[Any, None] = dict.fromkeys(select.every_variant(dense, gpu))
     wanted = Inference(varlen, kvcache, paged, append, rotary)
-    for described in inference_calls(dense, wanted):
-        specs.update(dict.fromkeys(select.every_variant(described, gpu)))
+    specs: dict[Any, None] = {}
+    for call in (dense, dataclasses.replace(dense, boxes=False)) if strided else (dense,):
+        for described in (call, *inference_calls(call, wanted)):
+            specs.update(dict.fromkeys(listed.every_variant(described, gpu)))
     with ThreadPoolExecutor() as pool:
         return [
             kernel.spec.name for kernel in pool.map(lambda spec: build.kernel(spec, gpu), specs)
@@ -117,7 +121,7 @@ def warmup(
 
 
 def inference_calls(dense: Problem, wanted: Inference) -> Iterator[Problem]:
-    """Calls whose `select.every_variant` are all that inference can need beside a dense call."""
+    """Calls whose `listed.every_variant` are all that inference can need beside a dense call."""
     placed = dataclasses.replace(dense, ragged=True, page_size=PAGE_SIZE if wanted.paged else 0)
     if wanted.varlen:
         yield placed

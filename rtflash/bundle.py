@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import cache, nvrtc, record, render, settings
+from . import cache, nvrtc, record, renames, render, settings
 from .device import Device
 from .spec import AnySpec
 
@@ -135,7 +135,7 @@ def write(file: Path, data: bytes) -> None:
     new = file.with_name(f".{uuid.uuid4().hex[:8]}.new")
     try:
         new.write_bytes(data)
-        cache.patiently(os.replace, new, file)
+        renames.patiently(os.replace, new, file)
     finally:
         cache.remove(new)
 

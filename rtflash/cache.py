@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import time
 import uuid
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import settings
+from . import renames, settings
 
 SCHEMA = 1
 RECORD = "spec.json"
@@ -36,7 +35,6 @@ LOCK = re.compile(rf"\.{FOLDER.pattern}\.lock")
 # A stopped process may hold a lock for ever; after this time the variant is compiled without it,
 # which is merely wasteful.
 LOCK_TIMEOUT_S = 60.0
-RENAME_PATIENCE_S = 2.0
 # A temporary folder lives for milliseconds; one of this age was left by a killed process.
 STALE_S = 3600.0
 
@@ -192,7 +190,7 @@ def store(place: Path, entry: Entry) -> None:
 def move(new: Path, place: Path) -> None:
     """Rename a folder to its place: a valid one there stays, a damaged one is set aside first."""
     try:
-        patiently(os.rename, new, place)
+        renames.patiently(os.rename, new, place)
         return
     except OSError:
         if not os.path.lexists(place):
@@ -200,26 +198,11 @@ def move(new: Path, place: Path) -> None:
         if load(place) is not None:
             return
     old = temporary(place, "old")
-    patiently(os.rename, place, old)
+    renames.patiently(os.rename, place, old)
     try:
-        patiently(os.rename, new, place)
+        renames.patiently(os.rename, new, place)
     finally:
         remove(old)
-
-
-def patiently(rename: Callable[[Path, Path], None], old: Path, new: Path) -> None:
-    """Rename by os.rename or os.replace; on Windows again and again for a while.
-
-    There it is refused as long as anybody has the files open: a reader, or a virus scanner that looks at what is new.
-    """
-    end = time.monotonic() + (RENAME_PATIENCE_S if sys.platform == "win32" else 0.0)
-    while True:
-        try:
-            return rename(old, new)
-        except PermissionError:
-            if time.monotonic() >= end:
-                raise
-        time.sleep(0.01)
 
 
 def checksum(record: Mapping[str, object]) -> str:

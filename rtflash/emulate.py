@@ -18,11 +18,12 @@ from .cxx import why_not as why_not
 from .dlpack import row_major
 from .guarded import READ, REWRITE, UPDATE, WRITE, Guarded, How, output, start, unwritten, view
 from .merging import is_aligned
+from .other_specs import CombineSpec
 from .partials import Combine
 from .plan import partials
 from .problem import Problem, Tensors
 from .report import EmulationError, Outcome, Report, total
-from .spec import AnySpec, CombineSpec, Spec
+from .spec import AnySpec, Spec
 from .tensor import needs_copy
 
 Array = NDArray[Any]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from . import cache, settings
-from .spec import AnySpec, AppendSpec, CombineSpec, Spec
+from .other_specs import AppendSpec, CombineSpec
+from .spec import AnySpec, Spec
 
 KERNELS: dict[str, Any] = {"forward": Spec, "combine": CombineSpec, "append": AppendSpec}
 # The fewest fields of each.

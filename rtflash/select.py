@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import settings, tuned
 from .device import Device
+from .other_specs import AppendSpec, CombineSpec
 from .problem import Combine, Problem
-from .spec import ALIGNMENTS, ELEMENT_BYTES, MAX_SPLITS, AppendSpec, CombineSpec, Spec
+from .spec import ALIGNMENTS, ELEMENT_BYTES, MAX_SPLITS, Spec
 from .tiles import FEW, FEW_ROWS, HOPPER, SOME, SOME_ROWS, TILES, Table, Tile, tile
 
 # A scale that is not a normal positive fp32 number, even times log2(e), is applied before the masks: -inf * 0 is NaN.
@@ -329,99 +329,3 @@ def section(problem: Problem, device: Device) -> int:
     heads_k = 1 << (fitting.bit_length() - 1)
     pairs = heads_k * (problem.heads // problem.heads_k)
     return max(1, min(pairs, problem.batch * problem.heads))
-
-
-def variants(spec: Spec) -> list[Spec]:
-    """The variants of a kernel that lengths choose among: each length even or not, split or not.
-
-    Rows that are packed, or whose lengths lie on the device, and all of isa 90, count as uneven; the other tables with
-    unpacked rows are not split.
-    """
-    either = (True, False)
-    uneven = spec.pack_gqa or spec.ragged or spec.isa == 90
-    found = [
-        dataclasses.replace(spec, even_m=even_m, even_n=even_n, split=False)
-        for even_m, even_n in (((False, False),) if uneven else itertools.product(either, either))
-    ]
-    return [*found, as_split(spec)] if spec.pack_gqa or spec.isa == 90 else found
-
-
-def every_variant(problem: Problem, device: Device) -> list[Spec | CombineSpec | AppendSpec]:
-    """All that a call of these features can need, whatever its lengths, batch and heads."""
-    specs: dict[Spec | CombineSpec | AppendSpec, None] = {}
-    one, many, more = (dataclasses.replace(problem, seqlen_q=n) for n in (1, 2, 1024))
-    calls = [(table, call) for table in (FEW, SOME) for call in (many, one)]
-    if why_not_hopper(problem, device) is None:
-        # By TMA, and where the strides do not allow that.
-        calls += [
-            (HOPPER, dataclasses.replace(call, boxes=boxes))
-            for call in (many, one, more)
-            for boxes in (True, False)
-        ]
-    elif not problem.page_size and problem.rotary == "none":
-        calls.append((TILES, more))
-    for table, call in calls:
-        specs.update(dict.fromkeys(variants(variant(call, device, table))))
-    specs[combine(splits_combine(problem, 2), True)[0]] = None
-    if problem.seqlen_new:
-        specs[append(problem)[0]] = None
-    return list(specs)
-
-
-TABLE_FEATURES: tuple[tuple[str, dict[str, float]], ...] = (
-    ("full", {}),
-    ("causal", {}),
-    ("window", {}),
-    *((mask, feature) for mask in ("full", "causal", "window")
-      for feature in ({"softcap": 30.0}, {"alibi": 1.0}, {"softcap": 30.0, "alibi": 1.0}, {"scale": -1.0})),
-)  # fmt: skip
-
-
-def table_specs(device: Device) -> list[Spec]:
-    """What the tables make on a device: every tile with each mask, dtype and evenness, and with each feature."""
-    specs: dict[Spec, None] = {}
-    tables = (TILES, FEW, SOME, *((HOPPER,) if is_hopper(device) else ()))
-    for table in tables:
-        for head_dim in sorted({row.max_head_dim for rows in table.values() for row in rows}):
-            for dtype in ("fp16", "bf16") if device.major >= 8 else ("fp16",):
-                for mask, features in TABLE_FEATURES:
-                    call = table_problem(head_dim, dtype, mask, features)
-                    for places in PLACES[: 2 if table is TILES else None if table is HOPPER else 4]:
-                        found = variant(dataclasses.replace(call, **places), device, table)
-                        specs.update(dict.fromkeys([found] if features else variants(found)))
-    return list(specs)
-
-
-# Where sequences may lie, beside a dense call.
-PACKED: dict[str, Any] = {"ragged": True}
-STRIDED: dict[str, Any] = {"boxes": False}
-SMALL_PAGES: dict[str, Any] = {"ragged": True, "page_size": 1}
-PAGED: dict[str, Any] = {"ragged": True, "page_size": 16}
-APPENDED: dict[str, Any] = {"ragged": True, "page_size": 16, "rotary": "halves"}
-GROUPED: dict[str, Any] = {"heads": 8}
-PLACES: tuple[dict[str, Any], ...] = (
-    {}, PACKED, PAGED, APPENDED, GROUPED, {**GROUPED, **PAGED}, {**GROUPED, **APPENDED}, STRIDED, SMALL_PAGES,
-    {**SMALL_PAGES, "rotary": "halves"}, {**GROUPED, **SMALL_PAGES},
-)  # fmt: skip
-
-
-def table_problem(head_dim: int, dtype: str, mask: str, features: dict[str, float]) -> Problem:
-    """A call of one feature."""
-    left, right = {"full": (-1, -1), "causal": (-1, 0), "window": (128, 16)}[mask]
-    return Problem(
-        batch=1,
-        seqlen_q=2,
-        seqlen_k=1,
-        heads=1,
-        heads_k=1,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        dtype=dtype,
-        softmax_scale=features.get("scale", 1.0),
-        window_left=left,
-        window_right=right,
-        softcap=features.get("softcap", 0.0),
-        alibi="alibi" in features,
-        align=16,
-        boxes=True,
-    )

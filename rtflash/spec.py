@@ -10,6 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from . import hopper
+
 DTYPES = ("fp16", "bf16")
 MASKS = ("full", "causal", "window")
 ISAS = (75, 80, 90)
@@ -20,12 +22,6 @@ ELEMENT_BYTES = 2
 WARP_SIZE = 32
 MMA_M = 16
 WARPGROUP = 4  # warps
-TILE_ALIGNMENT = 1024  # bytes; of a tile that TMA swizzles
-MBARRIER_BYTES = 8
-PLACE_BYTES = 64
-SM90_SHARED_BYTES = 227 * 1024  # of a CTA
-COMBINE_WARPS = 4
-APPEND_THREADS = 128
 MAX_SPLITS = 256
 
 
@@ -230,33 +226,27 @@ class Spec:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: Q and the K and V buffers; O is staged over them at the end (not by isa 90,
         which keeps barriers behind them)."""
+        q, keys = self.tile_bytes
+        if self.isa == 90:
+            return hopper.shared_bytes(q, keys, self.stages)
+        columns_v = padded_head_dim(self.head_dim_v)
+        if self.key_warps == 1:
+            return max(q + keys, self.block_m * columns_v * ELEMENT_BYTES)
+        # O in fp32 (8 columns more than a row has, against bank conflicts), reference and sum, of each warp's rows.
+        row_o = (columns_v + 8 + 2) * 4
+        return max(q + keys, self.key_warps * self.block_m * row_o)
+
+    @property
+    def tile_bytes(self) -> tuple[int, int]:
+        """Bytes of Q's tile, and of all buffers of K and V."""
         row_qk = padded_head_dim(self.head_dim) * ELEMENT_BYTES
         row_v = padded_head_dim(self.head_dim_v) * ELEMENT_BYTES
-        tiles = self.block_m * row_qk + self.stages * self.block_n * (row_qk + row_v)
-        if self.isa == 90:
-            return (
-                tiles
-                + (self.q_stages - 1) * self.block_m * row_qk
-                + self.extra_bytes(self.q_stages)
-            )
-        if self.key_warps == 1:
-            return max(tiles, self.block_m * row_v)
-        # O in fp32 (8 columns more than a row has, against bank conflicts), reference and sum, of each warp's rows.
-        row_o = (padded_head_dim(self.head_dim_v) + 8 + 2) * 4
-        return max(tiles, self.key_warps * self.block_m * row_o)
+        return self.block_m * row_qk, self.stages * self.block_n * (row_qk + row_v)
 
     @property
     def q_stages(self) -> int:
-        """Buffers of Q: two where they fit, with isa 90, so that the next tile's Q travels in time."""
-        row_qk = padded_head_dim(self.head_dim) * ELEMENT_BYTES
-        row_v = padded_head_dim(self.head_dim_v) * ELEMENT_BYTES
-        tiles = 2 * self.block_m * row_qk + self.stages * self.block_n * (row_qk + row_v)
-        return 2 if tiles + self.extra_bytes(2) <= SM90_SHARED_BYTES else 1
-
-    def extra_bytes(self, q_stages: int) -> int:
-        """Shared memory of isa 90 beside the tiles: their alignment, places of query tiles, two barriers a buffer."""
-        buffers = q_stages + 2 * self.stages
-        return TILE_ALIGNMENT + (q_stages + 2) * PLACE_BYTES + 2 * buffers * MBARRIER_BYTES
+        """Buffers of Q that isa 90 has."""
+        return hopper.q_stages(*self.tile_bytes, self.stages)
 
     @property
     def out_align(self) -> int:
@@ -265,9 +255,8 @@ class Spec:
 
     def variables(self) -> dict[str, str]:
         """What config.cuh may use as ${...}: every field as C++ text, and derived sizes."""
-
-        fields = field_texts(self)
-        return fields | {
+        columns_o = -(-self.head_dim_v // MMA_M) * MMA_M
+        return field_texts(self) | {
             "name": self.name,
             "kernel": "forward",
             "head_dim_padded": str(padded_head_dim(self.head_dim)),
@@ -276,145 +265,11 @@ class Spec:
             "threads": str(self.threads),
             "q_stages": str(self.q_stages),
             "shared_bytes": str(self.shared_bytes),
-            **(self.wgmma_variables() if self.isa == 90 else {}),
-        }
-
-    def wgmma_variables(self) -> dict[str, str]:
-        """Operands of wgmma in inline assembly, where each register of the accumulators has a number of its own."""
-        widths = {"score": self.block_n, "output": -(-self.head_dim_v // MMA_M) * MMA_M}
-        texts = {"wgmma_types": {"fp16": "f16.f16", "bf16": "bf16.bf16"}[self.dtype]}
-        for name, width in widths.items():
-            registers = width // 2  # of a thread
-            tiles = [(i // 4, i % 4) for i in range(registers)]
-            texts |= {
-                f"{name}_shape": f"n{width}",
-                f"{name}_registers": ", ".join(f"%{i}" for i in range(registers)),
-                f"{name}_operands": ", ".join(f'"+f"(d[0][{j}][{i}])' for j, i in tiles),
-            }
-        scores, outputs = (width // 2 for width in widths.values())
-        return texts | {
-            "score_a": f"%{scores}",
-            "score_b": f"%{scores + 1}",
-            "score_add": f"%{scores + 2}",
-            "output_a": ", ".join(f"%{outputs + i}" for i in range(4)),
-            "output_b": f"%{outputs + 4}",
-        }
-
-    def to_dict(self) -> dict[str, object]:
-        """Field values, for `spec.json`."""
-        return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class CombineSpec:
-    """The kernel that merges partial results of the same rows by their LSE: a CTA a row, whose warps share the splits.
-
-    Attributes
-    ----------
-    dtype : "fp16", "bf16" or "fp32", of the result.
-    partial : dtype of the partial results.
-    vector : columns that a lane loads at once: 4 (fp32, aligned to 16 bytes) or 1.
-    """
-
-    dtype: str
-    partial: str = "fp32"
-    vector: int = 4
-
-    def __post_init__(self) -> None:
-        for field in ("dtype", "partial"):
-            if getattr(self, field) not in (*DTYPES, "fp32"):
-                raise ValueError(
-                    f"CombineSpec.{field} is {getattr(self, field)!r}; it must be fp16, bf16 or fp32"
-                )
-        if self.vector not in ((1, 4) if self.partial == "fp32" else (1,)):
-            raise ValueError(
-                f"CombineSpec.vector is {self.vector!r}; it must be 1, or 4 for fp32 partial results"
-            )
-
-    @property
-    def name(self) -> str:
-        """As Spec.name."""
-        return f"rtflash_combine__{self.partial}_{self.dtype}_v{self.vector}"
-
-    @property
-    def kernel_file(self) -> str:
-        """The template that holds the kernel."""
-        return "combine.cu"
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return COMBINE_WARPS * WARP_SIZE
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a CTA: the weight of each split, and each warp's sum of O, in fp32."""
-        return (MAX_SPLITS + COMBINE_WARPS * MAX_HEAD_DIM) * 4
-
-    def variables(self) -> dict[str, str]:
-        """As Spec.variables."""
-        return field_texts(self) | {
-            "name": self.name,
-            "kernel": "combine",
-            "isa": "0",
-            "warps": str(COMBINE_WARPS),
-            "threads": str(self.threads),
-            "max_splits": str(MAX_SPLITS),
-            "max_head_dim": str(MAX_HEAD_DIM),
-        }
-
-    def to_dict(self) -> dict[str, object]:
-        """Field values, for `spec.json`."""
-        return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class AppendSpec:
-    """The kernel that writes new keys, rotated, and values into a cache: a CTA a new key and head.
-
-    Attributes
-    ----------
-    dtype : "fp16" or "bf16".
-    rotary : as Spec.rotary, of the keys.
-    """
-
-    dtype: str
-    rotary: str = "none"
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"AppendSpec.dtype is {self.dtype!r}; it must be one of {DTYPES}")
-        if self.rotary not in ROTARIES:
-            raise ValueError(f"AppendSpec.rotary is {self.rotary!r}; it must be one of {ROTARIES}")
-
-    @property
-    def name(self) -> str:
-        """As Spec.name."""
-        rotary = "" if self.rotary == "none" else f"_rotary_{self.rotary}"
-        return f"rtflash_append__{self.dtype}{rotary}"
-
-    @property
-    def kernel_file(self) -> str:
-        """The template that holds the kernel."""
-        return "append.cu"
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return APPEND_THREADS
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a CTA."""
-        return 0
-
-    def variables(self) -> dict[str, str]:
-        """As Spec.variables."""
-        return field_texts(self) | {
-            "name": self.name,
-            "kernel": "append",
-            "isa": "0",
-            "threads": str(self.threads),
+            **(
+                hopper.wgmma_variables(self.dtype, self.block_n, columns_o)
+                if self.isa == 90
+                else {}
+            ),
         }
 
     def to_dict(self) -> dict[str, object]:

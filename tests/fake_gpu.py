@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from rtflash import build, call, device, launch, layouts, tensor, tensor_map
-from rtflash.spec import AnySpec, AppendSpec, CombineSpec, Spec
+from rtflash.other_specs import AppendSpec, CombineSpec
+from rtflash.spec import AnySpec, Spec
 from rtflash.tensor import Framework, View
 from rtflash.tensor_map import TensorMap
 

@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from rtflash import artifacts, bundle, cache, device, render, select, tuned
+from rtflash import artifacts, bundle, cache, device, listed, render, select, tuned
 from rtflash.__main__ import import_tool
 from rtflash.nvrtc import Resources
 from rtflash.tiles import Tile
@@ -132,7 +132,7 @@ def test_a_kept_tile_is_used_for_its_calls_alone(monkeypatch):
         "another table": chosen(DECODING),
     }
     assert TILE not in other.values(), other
-    every = select.every_variant(PROMPT.problem(), A100)
+    every = listed.every_variant(PROMPT.problem(), A100)
     assert TILE in [shapes.tile_of(x) for x in every if hasattr(x, "block_m")]
     monkeypatch.setenv("RTFLASH_TUNED", "0")
     tuned.used.cache_clear()

@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 import rtflash
-from rtflash import artifacts, build, bundle, cache, device, nvrtc, record, render, select
-from rtflash.spec import AppendSpec, CombineSpec, Spec
+from rtflash import artifacts, build, bundle, cache, device, listed, nvrtc, record, render
+from rtflash.other_specs import AppendSpec, CombineSpec
+from rtflash.spec import Spec
 
 SMALL = Spec("fp16", 16, 16, 32, 16, 2, 1, isa=75)
 OTHER = dataclasses.replace(SMALL, mask="causal")
@@ -347,7 +348,7 @@ def test_the_library_of_nvrtc_is_not_loaded(tmp_path):
 
 
 def variants_of_every_kind():
-    specs = [*select.table_specs(H100)[::97], *select.table_specs(device.for_arch("sm_75"))[::97]]
+    specs = [*listed.table_specs(H100)[::97], *listed.table_specs(device.for_arch("sm_75"))[::97]]
     return [
         *specs,
         CombineSpec("bf16"),
@@ -365,7 +366,7 @@ def test_variants_are_read_back():
 
 def test_names_are_places():
     """A bundle finds a kernel by its name and architecture."""
-    specs = select.table_specs(H100)
+    specs = listed.table_specs(H100)
     assert len({bundle.place(spec, "sm_90a") for spec in specs}) == len(specs)
 
 
@@ -456,8 +457,8 @@ def test_a_record_that_cannot_be_written_is_one_warning(monkeypatch, tmp_path):
 
 WRITER = """
 import sys
-from rtflash import device, record, select
-specs = select.table_specs(device.for_arch("sm_80"))[:60]
+from rtflash import device, listed, record
+specs = listed.table_specs(device.for_arch("sm_80"))[:60]
 print("ready", flush=True)
 sys.stdin.readline()
 for spec in specs if sys.argv[1] == "0" else reversed(specs):

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import pytest
 
 import rtflash
-from rtflash import artifacts, device, nvrtc, record, select, settings
+from rtflash import artifacts, device, listed, nvrtc, record, settings
 from rtflash.__main__ import import_tool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -269,7 +269,7 @@ def test_commands_of_variants_run(line: str, monkeypatch: Any, tmp_path: Path) -
     monkeypatch.setattr(import_tool("generate").nvrtc, "version", lambda: (13, 0))
     monkeypatch.setattr(import_tool("autotune").bench, "why_not", lambda: "There is no GPU.")
     monkeypatch.chdir(tmp_path)
-    spec = select.table_specs(device.for_arch("sm_80"))[0]
+    spec = listed.table_specs(device.for_arch("sm_80"))[0]
     (tmp_path / "record.jsonl").write_text(
         json.dumps(record.described(spec, "sm_80")) + "\n", encoding="utf-8"
     )

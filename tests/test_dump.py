@@ -14,7 +14,8 @@ from fake_gpu import FakeGpu, view
 
 import rtflash
 from rtflash import artifacts, build, bundle, cache, call, device, dump, nvrtc, record, render
-from rtflash.spec import AppendSpec, Spec
+from rtflash.other_specs import AppendSpec
+from rtflash.spec import Spec
 
 pytest.importorskip("cupy", reason="NVRTC is called through CuPy")
 

@@ -21,12 +21,13 @@ from fake_gpu import view
 from typer.testing import CliRunner
 
 import rtflash
-from rtflash import ahead, artifacts, build, bundle, device, layouts, nvrtc, record, select
+from rtflash import ahead, artifacts, build, bundle, device, layouts, listed, nvrtc, record, select
 from rtflash.__main__ import import_tool
 from rtflash.describe import kvcache
 from rtflash.nvrtc import Resources
+from rtflash.other_specs import AppendSpec
 from rtflash.problem import Tensors
-from rtflash.spec import AppendSpec, Spec
+from rtflash.spec import Spec
 
 cli, generate, sass = (import_tool(name) for name in ("cli", "generate", "sass"))
 generated, served = (import_tool(name) for name in ("generated", "served"))
@@ -101,6 +102,7 @@ INFERENCE = [
     {"decode": True},
     {"varlen": True, "decode": True, "paged": True},
     {"decode": True, "append": True, "rotary": "halves"},
+    {"decode": True, "paged": True, "strided": True},
 ]
 
 
@@ -113,8 +115,10 @@ def test_inference_variants_are_those_of_warmup(monkeypatch, options, mask):
     monkeypatch.setattr(
         build, "kernel", lambda spec, gpu: loaded.add(spec) or SimpleNamespace(spec=spec)
     )
-    calls = served.problems(["bf16"], [(64, 64)], [mask], PLAIN, served.LENGTHS["all"])
-    chosen, _ = served.variants(["sm_90a"], calls, served.Inference(**options))
+    strided = options.get("strided", False)
+    calls = served.problems(["bf16"], [(64, 64)], [mask], PLAIN, served.LENGTHS["all"], strided)
+    wanted = {name: value for name, value in options.items() if name != "strided"}
+    chosen, _ = served.variants(["sm_90a"], calls, served.Inference(**wanted))
     kvcache = {"kvcache": options["decode"]} if "decode" in options else {}
     others = {name: value for name, value in options.items() if name != "decode"}
     features = {"full": {}, "causal": {"causal": True}, "window": {"window": True}}[mask]
@@ -125,6 +129,27 @@ def test_inference_variants_are_those_of_warmup(monkeypatch, options, mask):
     else:  # warmup prepares for few queries, too
         assert made <= loaded
         assert {spec for spec in loaded if getattr(spec, "ragged", False)} <= made
+
+
+def test_what_tma_cannot_read_is_an_option():
+    def asked(strided):
+        calls = served.problems(["bf16"], [(128, 128)], ["causal"], PLAIN, [(8192, 8192)], strided)
+        wanted = served.Inference(varlen=True, paged=True)
+        return set(served.variants(["sm_80", "sm_90a"], calls, wanted)[0])
+
+    plain, added = asked(False), asked(True) - asked(False)
+    assert not any(getattr(variant.spec, "gather", False) for variant in plain)
+    assert all(variant.arch == "sm_90a" and variant.spec.gather for variant in added)
+    (row_major,) = served.problems(["bf16"], [(128, 128)], ["causal"], PLAIN, [(8192, 8192)])
+    pages = dataclasses.replace(row_major, ragged=True, page_size=16)
+    for call in (
+        dataclasses.replace(row_major, boxes=False),
+        dataclasses.replace(pages, page_size=12),
+        dataclasses.replace(pages, leftpad=True),
+        dataclasses.replace(pages, leftpad=True, seqlen_q=31, num_splits=2),
+    ):
+        spec, _ = select.forward(call, device.for_arch("sm_90a"))
+        assert served.Variant(spec, "sm_90a") in added
 
 
 def test_decoding_needs_splits_and_their_merge():
@@ -404,13 +429,20 @@ def test_bundle_is_what_a_gpu_loads(fake, loads, monkeypatch, tmp_path):
     assert (tmp_path / "same.zip").read_bytes() == file.read_bytes()
 
 
-def test_the_command_of_a_miss_adds_the_variant(fake, loads, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("arch", "spec"),
+    [
+        ("sm_80", Spec("bf16", 96, 96, 64, 64, 4, 1, mask="window", prescale=True, alibi=True, align=8)),
+        ("sm_90", Spec("bf16", 96, 96, 128, 64, 8, 2, isa=90, ragged=True, paged=True, gather=True)),
+    ],
+    ids=["sm_80", "gather"],
+)  # fmt: skip
+def test_the_command_of_a_miss_adds_the_variant(fake, loads, monkeypatch, tmp_path, arch, spec):
     fake()
     file = tmp_path / "kernels.zip"
-    assert run(*ONE, "--bundle", file).exit_code == 0
+    assert run("--arch", arch, *ONE[2:], "--bundle", file).exit_code == 0
     monkeypatch.setenv("RTFLASH_BUNDLE", str(file))
-    gpu, held = device.for_arch("sm_80"), bundle.read(file).kernels
-    spec = Spec("bf16", 96, 96, 64, 64, 4, 1, mask="window", prescale=True, alibi=True, align=8)
+    gpu, held = device.for_arch(arch), bundle.read(file).kernels
     with pytest.raises(build.MissingKernelError) as caught:
         build.kernel(spec, gpu)
     (line,) = [x for x in str(caught.value).splitlines() if x.startswith("rtflash generate")]
@@ -431,7 +463,7 @@ def test_a_record_is_compiled(fake, monkeypatch, tmp_path):
     monkeypatch.setenv("RTFLASH_RECORD", str(file))
     monkeypatch.setattr(record, "_noted", set())
     gpu = device.for_arch("sm_90a")
-    specs = select.table_specs(gpu)[:3]
+    specs = listed.table_specs(gpu)[:3]
     for spec in specs:
         record.note(spec, "sm_90a")
     record.note(AppendSpec("bf16"), "sm_80")

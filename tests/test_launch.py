@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rtflash import cxx, layouts, render
-from rtflash.spec import AnySpec, AppendSpec, CombineSpec, Spec
+from rtflash.other_specs import AppendSpec, CombineSpec
+from rtflash.spec import AnySpec, Spec
 
 TILE = {"head_dim": 64, "head_dim_v": 64, "block_m": 64, "block_n": 64, "warps": 4, "stages": 1}
 FORWARD = Spec("fp16", **TILE)

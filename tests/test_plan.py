@@ -11,8 +11,9 @@ from fake_gpu import FIRST, LIBRARY, FakeGpu, Library, encoded, view
 
 import rtflash
 from rtflash import call, describe, layouts, select, tensor
+from rtflash.other_specs import AppendSpec, CombineSpec
 from rtflash.problem import Tensors
-from rtflash.spec import AppendSpec, CombineSpec, Spec
+from rtflash.spec import Spec
 from rtflash.tensor import View
 
 

@@ -25,13 +25,15 @@ from rtflash import (
     cxx,
     device,
     dump,
+    listed,
     nvrtc,
     record,
-    select,
+    renames,
     settings,
 )
 from rtflash.__main__ import import_tool
-from rtflash.spec import ROTARIES, AnySpec, AppendSpec, CombineSpec, Spec
+from rtflash.other_specs import AppendSpec, CombineSpec
+from rtflash.spec import ROTARIES, AnySpec, Spec
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(rtflash.__file__).parent
@@ -125,7 +127,7 @@ def every_variant() -> list[AnySpec]:
     """A variant of each kind of name: all of the tile tables, and what appends and merges."""
     specs: dict[AnySpec, None] = {LONGEST: None}
     for arch in device.TYPICAL:
-        specs.update(dict.fromkeys(select.table_specs(device.for_arch(arch))))
+        specs.update(dict.fromkeys(listed.table_specs(device.for_arch(arch))))
     specs.update(
         dict.fromkeys(AppendSpec(*x) for x in itertools.product(("fp16", "bf16"), ROTARIES))
     )
@@ -210,15 +212,15 @@ class Refusing:
 def test_windows_renames_what_somebody_reads(tmp_path, monkeypatch):
     (tmp_path / "new").write_bytes(b"new")
     with pytest.raises(PermissionError):
-        cache.patiently(
+        renames.patiently(
             Refusing(1), tmp_path / "new", tmp_path / "old"
         )  # elsewhere it means what it says
     monkeypatch.setattr(sys, "platform", "win32")
-    cache.patiently(Refusing(3), tmp_path / "new", tmp_path / "old")
+    renames.patiently(Refusing(3), tmp_path / "new", tmp_path / "old")
     assert (tmp_path / "old").read_bytes() == b"new"
-    monkeypatch.setattr(cache, "RENAME_PATIENCE_S", 0.05)
+    monkeypatch.setattr(renames, "PATIENCE_S", 0.05)
     with pytest.raises(PermissionError):
-        cache.patiently(Refusing(1000), tmp_path / "old", tmp_path / "new")
+        renames.patiently(Refusing(1000), tmp_path / "old", tmp_path / "new")
 
 
 def test_bundles_and_cache_rename_patiently(tmp_path, monkeypatch):
@@ -228,7 +230,7 @@ def test_bundles_and_cache_rename_patiently(tmp_path, monkeypatch):
         renamed.append(Path(new).name)
         rename(old, new)
 
-    monkeypatch.setattr(cache, "patiently", patiently)
+    monkeypatch.setattr(renames, "patiently", patiently)
     bundle.write(tmp_path / "kernels.zip", b"1")
     cache.store(tmp_path / "variant", cache.Entry({}, {}))
     assert renamed == ["kernels.zip", "variant"]

@@ -17,6 +17,7 @@ from rtflash import (
     device,
     inference,
     lengths,
+    listed,
     merging,
     partials,
     plan,
@@ -25,8 +26,8 @@ from rtflash import (
     tensor,
 )
 from rtflash.dlpack import Borrowed
+from rtflash.other_specs import AppendSpec
 from rtflash.problem import Tensors
-from rtflash.spec import AppendSpec
 from rtflash.tensor import Framework, View
 
 
@@ -915,13 +916,13 @@ def test_warmup_describes_calls_that_are_allowed(
     monkeypatch.setattr(
         build, "kernel", lambda spec, gpu: dataclasses.make_dataclass("K", ["spec"])(spec)
     )
-    every = select.every_variant
+    every = listed.every_variant
 
     def variants(made: problem.Problem, gpu: device.Device) -> list[Any]:
         met.append(made)
         return every(made, gpu)
 
-    monkeypatch.setattr(select, "every_variant", variants)
+    monkeypatch.setattr(listed, "every_variant", variants)
     names = rtflash.warmup(
         65, causal=True, alibi=True, group=4, varlen=True, kvcache=True, paged=paged, append=True, rotary=rotary
     )  # fmt: skip

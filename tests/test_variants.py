@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtflash import artifacts, device, nvrtc, select
+from rtflash import artifacts, device, listed, nvrtc, select
+from rtflash.other_specs import AppendSpec, CombineSpec
 from rtflash.problem import Problem
-from rtflash.spec import AnySpec, AppendSpec, CombineSpec, Spec
+from rtflash.spec import AnySpec, Spec
 
 TABLE = Path(__file__).with_name("variants.json")
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -44,7 +45,7 @@ def sample(arch: str) -> list[AnySpec]:
     head_dim, whose rows are loaded 2 bytes at a time; packed rows split, ragged, paged and rotated.
     """
     gpu = device.for_arch(arch)
-    table = select.table_specs(gpu)
+    table = listed.table_specs(gpu)
     first, last = table[0].dtype, table[-1].dtype
     wide = arch in WIDE
     chosen: dict[AnySpec, None] = {}
@@ -216,7 +217,7 @@ def test_a_hundred_random_lengths_meet_at_most_four_variants(
                 window_right=mask[1],
             )
             met.add(select.forward(call, device.for_arch(arch))[0])
-            known |= set(select.every_variant(call, device.for_arch(arch)))
+            known |= set(listed.every_variant(call, device.for_arch(arch)))
         tiles = Counter((spec.block_m, spec.block_n, spec.key_warps, spec.pack_gqa) for spec in met)
         assert len(tiles) <= (4 if select.is_hopper(device.for_arch(arch)) else 3)
         assert max(tiles.values()) <= 4
@@ -264,7 +265,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="compile the whole table")
     arguments = parser.parse_args()
     if arguments.all:
-        compile_all([(a, spec) for a in ARCHS for spec in select.table_specs(device.for_arch(a))])
+        compile_all([(a, spec) for a in ARCHS for spec in listed.table_specs(device.for_arch(a))])
     if arguments.update:
         write(compile_all(VARIANTS))
     return 0

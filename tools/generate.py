@@ -41,6 +41,7 @@ from .served import (
 # Options that say which calls to serve; not with those that say which variants.
 CALL_OPTIONS = (
     "dtype", "head_dim", "mask", "feature", "length", "varlen", "decode", "paged", "append", "rotary",
+    "strided",
 )  # fmt: skip
 
 
@@ -215,6 +216,9 @@ def command(
     paged: Annotated[bool, typer.Option("--paged", help="Those two with a block table.")] = False,
     append: Annotated[bool, typer.Option("--append", help="--decode with new keys.")] = False,
     rotary: Annotated[str, typer.Option(help=f"Of new keys: {', '.join(ROTARIES)}")] = "none",
+    strided: Annotated[
+        bool, typer.Option("--strided", help="Hopper: tensors and pages that TMA cannot read too.")
+    ] = False,
     every: Annotated[bool, typer.Option("--table", help="All of the tile table.")] = False,
     recorded: Annotated[
         Path | None, typer.Option("--record", help="What a program used: RTFLASH_RECORD's file.")
@@ -244,7 +248,7 @@ def command(
     """
     extra = frozenset(items(feature, "--feature", FEATURES) if feature else ())
     dtypes, masks = items(dtype, "--dtype", DTYPES), items(mask, "--mask", list(WINDOWS))
-    calls = problems(dtypes, head_dims(head_dim), masks, [extra], lengths(length))
+    calls = problems(dtypes, head_dims(head_dim), masks, [extra], lengths(length), strided)
     wanted = Inference(varlen, decode, paged, append, rotary)
     check_inference(wanted)
     if add and pack is None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rtflash import artifacts, bundle, device, dump, layouts
-from rtflash.spec import WARP_SIZE, AnySpec, AppendSpec, Spec
+from rtflash.other_specs import AppendSpec
+from rtflash.spec import WARP_SIZE, AnySpec, Spec
 
 from .screen import Named
 from .served import Variant

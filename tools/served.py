@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from rtflash import device, select
+from rtflash import device, listed, select
 from rtflash.ahead import Inference, inference_calls
 from rtflash.problem import Problem
 from rtflash.spec import ALIGNMENTS, ELEMENT_BYTES, AnySpec
@@ -35,8 +36,9 @@ def problems(
     masks: Sequence[str],
     features: Sequence[frozenset[str]],
     lengths: Sequence[tuple[int, int]],
+    strided: bool = False,
 ) -> Iterator[Problem]:
-    """One representative call per combination.
+    """One representative call per combination, on row-major tensors.
 
     Parameters
     ----------
@@ -45,14 +47,14 @@ def problems(
     masks : keys of WINDOWS.
     features : sets out of "softcap", "alibi".
     lengths : (seqlen_q, seqlen_k).
+    strided : whether each call comes on tensors that TMA cannot read, too.
     """
     for dtype, (d, dv), mask, extra, (sq, sk) in itertools.product(
         dtypes, head_dims, masks, features, lengths
     ):
         left, right = WINDOWS[mask]
-        # Of row-major tensors.
         align = math.gcd(max(ALIGNMENTS), d * ELEMENT_BYTES, dv * ELEMENT_BYTES)
-        yield Problem(
+        call = Problem(
             batch=4,
             seqlen_q=sq,
             seqlen_k=sk,
@@ -69,6 +71,9 @@ def problems(
             align=align,
             boxes=align == max(ALIGNMENTS),
         )
+        yield call
+        if strided:
+            yield dataclasses.replace(call, boxes=False)
 
 
 def variants(
@@ -90,7 +95,7 @@ def variants(
         try:
             specs: list[AnySpec] = [select.forward(call, devices[arch])[0]]
             for other in inference_calls(call, wanted or Inference()):
-                specs += select.every_variant(other, devices[arch])
+                specs += listed.every_variant(other, devices[arch])
             found.update(dict.fromkeys(Variant(spec, arch) for spec in specs))
         except (ValueError, TypeError, NotImplementedError) as error:
             refused[f"{arch}: {error}"] = None
@@ -99,4 +104,4 @@ def variants(
 
 def table_variants(archs: Iterable[str]) -> list[Variant]:
     """Every kernel that the shipped tile table makes on the architectures."""
-    return [Variant(s, arch) for arch in archs for s in select.table_specs(device.for_arch(arch))]
+    return [Variant(s, arch) for arch in archs for s in listed.table_specs(device.for_arch(arch))]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from rtflash import select, tuned
+from rtflash import listed, select, tuned
 from rtflash.device import Device
 from rtflash.problem import Problem
 from rtflash.spec import AnySpec, Spec
@@ -110,15 +110,15 @@ def forward_of(shape: Shape, table: str, tile: Tile, gpu: Device) -> tuple[Spec,
 
 def siblings(shape: Shape, table: str, tile: Tile, gpu: Device) -> list[Spec]:
     """The variants of all calls that would get the tile."""
-    places: list[dict[str, Any]] = [{}, select.PACKED]
+    places: list[dict[str, Any]] = [{}, listed.PACKED]
     if table != "many":
-        places += [select.PAGED, select.APPENDED]
+        places += [listed.PAGED, listed.APPENDED]
     found: dict[Spec, None] = {}
     with tuned.forced({table: tile}):
         for more in places:
             call = dataclasses.replace(shape.problem(), **more)
             found.update(
-                dict.fromkeys(select.variants(select.variant(call, gpu, tuned.NAMES[table])))
+                dict.fromkeys(listed.variants(select.variant(call, gpu, tuned.NAMES[table])))
             )
     return list(found)
 

@@ -10,14 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rtflash import artifacts, select, tuned
 from rtflash.device import KIB, Device
-from rtflash.spec import (
-    ALIGNMENTS,
-    ELEMENT_BYTES,
-    SM90_SHARED_BYTES,
-    WARP_SIZE,
-    Spec,
-    padded_head_dim,
-)
+from rtflash.hopper import SM90_SHARED_BYTES
+from rtflash.spec import ALIGNMENTS, ELEMENT_BYTES, WARP_SIZE, Spec, padded_head_dim
 from rtflash.tiles import Tile
 
 WRONG = "wrong result"
