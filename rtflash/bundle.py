@@ -113,10 +113,11 @@ def pack(kernels: Iterable[Packed]) -> bytes:
     import zipfile
 
     made = io.BytesIO()
+    # Level 9 would take 7 times as long, for 1.5 % fewer bytes.
     with zipfile.ZipFile(made, "w") as archive:
         for name, data in [(INDEX, json.dumps(index).encode()), *sorted(codes.items())]:
             entry = zipfile.ZipInfo(name, TIMESTAMP)
-            archive.writestr(entry, data, zipfile.ZIP_DEFLATED, compresslevel=9)
+            archive.writestr(entry, data, zipfile.ZIP_DEFLATED, compresslevel=6)
     return made.getvalue()
 
 

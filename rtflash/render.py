@@ -101,7 +101,7 @@ def join(
         int, so that `//% if softcap` means what it says; booleans are written as C++ spells them.
     target : one of TARGETS: templates in a folder of this name take the place of their namesakes.
     """
-    environment = make_environment(texts)
+    environment = make_environment(tuple(texts.items()))
     values = {key: jinja_value(value) for key, value in variables.items()}
     joined: set[str] = set()
     out: list[str] = []
@@ -131,14 +131,20 @@ def join(
     return "\n".join(out) + "\n"
 
 
-def make_environment(texts: Mapping[str, str]) -> jinja2.Environment:
-    """Jinja with delimiters that leave CUDA alone; its loader marks each line's file and number."""
+@functools.lru_cache(4)
+def make_environment(texts: tuple[tuple[str, str], ...]) -> jinja2.Environment:
+    """Jinja with delimiters that leave CUDA alone; its loader marks each line's file and number.
+
+    It is made once, since it parses each template once: most of a rendering's time.
+    """
     import jinja2
 
+    held = dict(texts)
+
     def load(name: str) -> tuple[str, str, None]:
-        if name not in texts:
+        if name not in held:
             raise jinja2.TemplateNotFound(name)
-        return mark_lines(name, texts[name]), name, None
+        return mark_lines(name, held[name]), name, None
 
     return jinja2.Environment(
         loader=jinja2.FunctionLoader(load),
