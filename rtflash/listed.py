@@ -60,10 +60,11 @@ def table_specs(device: Device) -> list[Spec]:
     specs: dict[Spec, None] = {}
     tables = (TILES, FEW, SOME, *((HOPPER,) if select.is_hopper(device) else ()))
     for table in tables:
-        for head_dim in sorted({row.max_head_dim for rows in table.values() for row in rows}):
+        widest = {(row.max_head_dim, row.max_head_dim_v) for rows in table.values() for row in rows}
+        for head_dim, head_dim_v in sorted((d, min(d, dv)) for d, dv in widest):
             for dtype in ("fp16", "bf16") if device.major >= 8 else ("fp16",):
                 for mask, features in TABLE_FEATURES:
-                    call = table_problem(head_dim, dtype, mask, features)
+                    call = table_problem(head_dim, head_dim_v, dtype, mask, features)
                     for places in PLACES[: 2 if table is TILES else None if table is HOPPER else 4]:
                         found = select.variant(dataclasses.replace(call, **places), device, table)
                         specs.update(dict.fromkeys([found] if features else variants(found)))
@@ -83,7 +84,9 @@ PLACES: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def table_problem(head_dim: int, dtype: str, mask: str, features: dict[str, float]) -> Problem:
+def table_problem(
+    head_dim: int, head_dim_v: int, dtype: str, mask: str, features: dict[str, float]
+) -> Problem:
     """A call of one feature."""
     left, right = {"full": (-1, -1), "causal": (-1, 0), "window": (128, 16)}[mask]
     return Problem(
@@ -93,7 +96,7 @@ def table_problem(head_dim: int, dtype: str, mask: str, features: dict[str, floa
         heads=1,
         heads_k=1,
         head_dim=head_dim,
-        head_dim_v=head_dim,
+        head_dim_v=head_dim_v,
         dtype=dtype,
         softmax_scale=features.get("scale", 1.0),
         window_left=left,

@@ -116,15 +116,15 @@ def variant(problem: Problem, device: Device, table: Table) -> Spec:
     """The variant, unsplit, that a table has for a call."""
     p = problem
     prescale = p.softcap > 0 or p.alibi or not LEAST_SCALE <= p.softmax_scale < GREAT_SCALE
-    dim = max(p.head_dim, p.head_dim_v)
+    dims = p.head_dim, p.head_dim_v
     gather = False
     if table is HOPPER:
-        pack = can_pack(p, tile(dim, device, True, table))
+        pack = can_pack(p, tile(*dims, device, table, narrow=True))
         gather = why_not_tma(p) is not None
-        narrow = prescale or pack or gather
+        narrow = pack or gather
     else:
         pack = table is not TILES
-        narrow = prescale or p.mask == "window" or p.align < WIDEST_LOAD
+        narrow = p.mask == "window" or p.align < WIDEST_LOAD
     isa = 90 if table is HOPPER else 80 if device.major >= 8 else 75
     # Lengths that a device array may say, or of packed rows, are taken as uneven; isa 90 gains nothing by even ones.
     even = isa != 90 and not (pack or p.ragged or p.cache_batch or p.page_size)
@@ -132,9 +132,9 @@ def variant(problem: Problem, device: Device, table: Table) -> Spec:
     mask = "full" if pack and p.seqlen_q == 1 and p.window_left < 0 else p.mask
     chosen = None
     if not prescale and p.align == WIDEST_LOAD and not (table is HOPPER and (pack or gather)):
-        chosen = tuned.tile(table, device, p.dtype, p.head_dim, p.head_dim_v, mask)
+        chosen = tuned.tile(table, device, p.dtype, *dims, mask)
     if chosen is None:
-        chosen = tile(dim, device, narrow, table)
+        chosen = tile(*dims, device, table, narrow=narrow, prescaled=prescale)
     even_m = even and p.seqlen_q % chosen.block_m == 0
     even_n = even and p.seqlen_k % chosen.block_n == 0
     return make_spec(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .device import KIB, Device
+from .spec import MAX_HEAD_DIM
 
 
 class Tile(NamedTuple):
@@ -20,15 +21,17 @@ class Tile(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The tiles of head_dims up to `max_head_dim`.
+    """The tiles of head_dims up to `max_head_dim`, those of v up to `max_head_dim_v`.
 
     `narrow` is for variants that need more registers, where `tile` leaves too few: scores are prescaled, a window masks
-    them, or loads are short.
+    them, or loads are short. `prescaled` is for those of prescaled scores that need no fewer than that.
     """
 
     max_head_dim: int
     tile: Tile
     narrow: Tile | None = None
+    prescaled: Tile | None = None
+    max_head_dim_v: int = MAX_HEAD_DIM
 
 
 # By the least shared memory that a CTA can have: sm_90, 100, 103 | sm_80, 87 | sm_86, 89, 120 | sm_75.
@@ -125,14 +128,16 @@ SOME: dict[int, tuple[Row, ...]] = {
         Row(256, Tile(64, 32, 4, 1)),
     ),
 }
-# For sm_90's own kernel: block_m is 16 rows a warp, three or two warpgroups. `narrow`: scores are prescaled, rows
-# packed (the thread that loads has few registers), or rows copied one by one.
+# For sm_90's own kernel: block_m is 16 rows a warp, three or two warpgroups. `narrow`: rows are packed (the thread that
+# loads has few registers) or copied one by one, or scores are prescaled. Chosen by measurement (docs/hopper.md).
 HOPPER: dict[int, tuple[Row, ...]] = {
     227 * KIB: (
-        Row(64, Tile(192, 128, 12, 2), Tile(128, 128, 8, 2)),
+        Row(64, Tile(192, 128, 12, 2), Tile(128, 128, 8, 2), Tile(192, 96, 12, 2)),
+        Row(96, Tile(192, 112, 12, 3), Tile(128, 128, 8, 2)),
         Row(128, Tile(192, 80, 12, 3), Tile(128, 128, 8, 2)),
+        Row(192, Tile(192, 80, 12, 3), Tile(128, 96, 8, 2), max_head_dim_v=128),
         Row(192, Tile(128, 112, 8, 2), Tile(128, 96, 8, 2)),
-        Row(256, Tile(128, 80, 8, 2), Tile(128, 64, 8, 2)),
+        Row(256, Tile(128, 80, 8, 2), Tile(128, 64, 8, 2), Tile(128, 80, 8, 2)),
     ),
 }
 Table = dict[int, tuple[Row, ...]]
@@ -140,21 +145,31 @@ Table = dict[int, tuple[Row, ...]]
 
 def tile(
     head_dim: int,
+    head_dim_v: int,
     device: Device,
-    narrow: bool = False,
     table: Table = TILES,
+    *,
+    narrow: bool = False,
+    prescaled: bool = False,
 ) -> Tile:
-    """The table's tile for the wider of a call's two head_dims; `narrow`: see Row.
+    """The table's tile for a call's head_dims; `narrow`, `prescaled`: see Row.
 
     Raises
     ------
     ValueError
         The device has less shared memory than any table.
     """
+    widest = max(head_dim, head_dim_v)
     for limit, rows in table.items():
         if device.shared_bytes_per_block >= limit:
-            row = next(row for row in rows if head_dim <= row.max_head_dim)
-            return (narrow and row.narrow) or row.tile
+            row = next(
+                row
+                for row in rows
+                if widest <= row.max_head_dim and head_dim_v <= row.max_head_dim_v
+            )
+            if prescaled and not narrow and row.prescaled:
+                return row.prescaled
+            return ((narrow or prescaled) and row.narrow) or row.tile
     raise ValueError(
         f"{device.name} gives a CTA {device.shared_bytes_per_block} bytes of shared memory; rtflash needs {min(table)}"
     )

@@ -328,15 +328,17 @@ def test_tuning_on_the_gpu(tmp_path):
     if autotune.bench.why_not():
         pytest.skip(autotune.bench.why_not())
     gpu = device.get(0)
+    prompt = PROMPT._replace(seqlen_q=1024, seqlen_k=1024)
     for options, shape in [
-        (("--seqlen", 1024), PROMPT._replace(seqlen_q=1024, seqlen_k=1024)),
+        (("--seqlen", 1024), prompt),
+        (("--seqlen", 1024), prompt._replace(mask="full")),
         (("--queries", 1), DECODING._replace(batch=4)),
     ]:
         now = shapes.serving(shape, gpu)
         others = shapes.candidates(shape, now, gpu, [])[1:3]
         file = tmp_path / f"{now.table}.json"
         tiles = ",".join(map(trial.label, others))
-        result = run("--mask", "causal", *options, "--tile", tiles, "--json", file)
+        result = run("--mask", shape.mask, *options, "--tile", tiles, "--json", file)
         assert result.exit_code == 0, result.output
         rows = json.loads(file.read_text(encoding="utf-8"))
         assert rows[0]["us"] > 0

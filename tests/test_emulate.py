@@ -293,7 +293,8 @@ KINDS: dict[str, dict[str, tuple[tuple[int, int], dict[str, Any]]]] = {
     "hopper": {
         "full": ((130, 150), ONE),
         "even": ((384, 384), {"causal": True, **ONE}),
-        "narrow": ((130, 150), {"scale": -1.0, "window": (70, 3), **ONE}),
+        "prescaled": ((130, 150), {"scale": -1.0, "window": (70, 3), **ONE}),
+        "narrow": ((23, 150), {"heads": 4, "heads_k": 1, "batch": 1}),
     },
     "few": {
         "one": ((1, 300), GROUP),
@@ -309,21 +310,26 @@ KINDS: dict[str, dict[str, tuple[tuple[int, int], dict[str, Any]]]] = {
 
 
 def table_calls() -> list[Any]:
-    """(arch, table, call) for each row of each table: its tile, its narrow tile, and a head_dim that is padded."""
+    """(arch, table, call) for each row of each table: its tiles, and a head_dim that is padded."""
     found = []
     for arch, limit in ARCHS.items():
         dtype = "fp16" if arch == "sm_75" else "bf16"
         for name, table in tables(arch).items():
             for row in table[limit * device.KIB]:
                 d, kinds = row.max_head_dim, KINDS[name]
+                dv = row.max_head_dim_v if row.max_head_dim_v < d else 0
                 calls = {
-                    kind: Call(*lengths, head_dim=d, dtype=dtype, **options)
+                    kind: Call(*lengths, head_dim=d, head_dim_v=dv, dtype=dtype, **options)
                     for kind, (lengths, options) in kinds.items()
                 }
                 lengths, options = kinds["causal" if "causal" in kinds else "even"]
-                calls["padded"] = Call(*lengths, head_dim=d - 24, dtype=dtype, **options)
+                calls["padded"] = Call(
+                    *lengths, head_dim=d - 24, head_dim_v=dv, dtype=dtype, **options
+                )
                 found += [
-                    pytest.param(arch, name, c, id=f"{arch}-{name}-d{d}-{kind}")
+                    pytest.param(
+                        arch, name, c, id=f"{arch}-{name}-d{d}{f'v{dv}' if dv else ''}-{kind}"
+                    )
                     for kind, c in calls.items()
                 ]
     return found
@@ -333,7 +339,9 @@ def test_every_tile_of_the_tables_is_among_the_calls() -> None:
     for arch, limit in ARCHS.items():
         for name, table in tables(arch).items():
             rows = table[limit * device.KIB]
-            wanted = {tile for row in rows for tile in (row.tile, row.narrow) if tile}
+            wanted = {
+                tile for row in rows for tile in (row.tile, row.narrow, row.prescaled) if tile
+            }
             assert wanted == {
                 tiles.Tile(*(getattr(spec, field) for field in tiles.Tile._fields))
                 for case in table_calls()

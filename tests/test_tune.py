@@ -41,7 +41,7 @@ def test_candidates_are_variants_that_fit(arch, head_dim):
     chip = device.for_arch(arch)
     tiles = trial.candidates(head_dim, chip)
     assert 2 <= len(set(tiles)) == len(tiles) <= 120
-    assert tiles[0] == select.tile(head_dim, chip)
+    assert tiles[0] == select.tile(head_dim, head_dim, chip)
     for tile in tiles:
         for causal in (False, True):
             spec = trial.make_spec(tile, head_dim, chip, "fp16", causal, 1024)
@@ -71,7 +71,7 @@ def test_candidates_for_few_rows(arch, head_dim):
     chip = device.for_arch(arch)
     tiles = trial.candidates(head_dim, chip, "few")
     assert 2 <= len(set(tiles)) == len(tiles) <= 150
-    assert tiles[0] == select.tile(head_dim, chip, table=select.FEW)
+    assert tiles[0] == select.tile(head_dim, head_dim, chip, select.FEW)
     for tile in tiles:
         assert trial.parse_tile(trial.label(tile)) == tile
         spec = trial.make_spec(tile, head_dim, chip, "fp16", False, 1)

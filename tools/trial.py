@@ -96,7 +96,7 @@ def candidates(head_dim: int, chip: Device, rows: str = "many") -> list[Tile]:
     Of values of blocks_per_sm that allow a thread as many registers, only the greatest is worth a try. `rows`: one of
     tuned.NAMES.
     """
-    present = select.tile(head_dim, chip, table=tuned.NAMES[rows])
+    present = select.tile(head_dim, head_dim, chip, tuned.NAMES[rows])
     if rows == "hopper":
         return list(dict.fromkeys([present, *hopper_candidates(head_dim)]))
     found: dict[tuple[object, ...], Tile] = {}
