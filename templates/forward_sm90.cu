@@ -24,12 +24,14 @@ constexpr int kConsumerRegisters = kGather           ? 216
 
 constexpr int kConsumerRows = 64;  // of a warpgroup
 
-// O += P V of a key tile ends, and P of the next one is packed, behind the loop's branch instead of
-// before it. In straight code ptxas moves that wait to before the exponentials, which then run
-// beside nothing of their own warpgroup. Narrow values are multiplied while the maxima are taken;
-// there it is better to pack between the exponentials. (Causal head_dim 128: 3 to 4 % faster on an
-// H200; 64: 1 to 5 % slower.)
-constexpr bool kLatePacking = 64 < kHeadDimV && kHeadDimV <= 192;
+// Where the wait for O += P V of the key tile before stands. In straight code ptxas moves it to
+// before the maxima, beside which alone the product then runs; a branch stops it there. Late:
+// behind the loop's branch, after the exponentials. Rescaled first: behind the branch that rescales
+// O, where ptxas moves it among the first exponentials and packs P among the others. (H200: late is
+// 3 to 5 % faster at causal head_dim 128; rescaling first is 1 to 4 % faster at 64 and 96, and
+// level or slower beyond.)
+constexpr bool kLateWait = 96 < kHeadDimV && kHeadDimV <= 192;
+constexpr bool kRescaledFirst = kHeadDimV <= 96;
 
 // Named barriers: kTurnBarrier + c is warpgroup c's turn to multiply; at kRotatedBarrier + c it has
 // rotated its queries.
@@ -103,19 +105,17 @@ __device__ __forceinline__ void rotate_query(const Params& params, const Block& 
   barrier_sync(kRotatedBarrier + self.index, kWarpgroupThreads);
 }
 
-/// S to probabilities: scale, cap, bias, mask (where kMayCut), exponential. Returns whether O must
-/// be rescaled, by `factor`.
+/// Scales, caps and biases S, masks it (where kMayCut), and takes its maxima in. Returns whether O
+/// must be rescaled, by `factor`.
 template <bool kMayCut>
-__device__ __forceinline__ bool to_probabilities(ScoreTile& s, int n, const Score& score,
-                                                 const Mask& mask, OnlineSoftmax& softmax,
-                                                 float (&factor)[kRows]) {
+__device__ __forceinline__ bool take_scores(ScoreTile& s, int n, const Score& score,
+                                            const Mask& mask, OnlineSoftmax& softmax,
+                                            float (&factor)[kRows]) {
   score.apply(s, n);
   if constexpr (kMayCut) {
     if (mask.cuts(n)) mask.apply(s, n);
   }
-  const bool outgrown = softmax.grow(s, factor);
-  softmax.exponentiate(s);
-  return outgrown;
+  return softmax.grow(s, factor);
 }
 
 /// P as operand A.
@@ -185,12 +185,6 @@ struct TileWork {
     if (v_empty != 0) self.release(v_empty);
   }
 
-  /// P of the tile at hand, and O as its maxima want it. No product may run: it would read P.
-  __device__ __forceinline__ void take_probabilities() {
-    pack_probabilities(p, s);
-    if (outgrown) softmax.rescale_by(factor, o);
-  }
-
   /// The first key tile: no product runs beside it, and O is 0 still.
   __device__ __forceinline__ void first(int n) {
     mbarrier_wait(smem.k_full(ring.stage), ring.round);
@@ -198,19 +192,24 @@ struct TileWork {
     wgmma_wait<0>();
     pin(s);
     self.release(smem.k_empty(ring.stage));
-    to_probabilities<true>(s, n, score, mask, softmax, factor);
+    take_scores<true>(s, n, score, mask, softmax, factor);
+    softmax.exponentiate(s);
     outgrown = false;
     v_empty = 0;
-    if constexpr (!kLatePacking) take_probabilities();
+    if constexpr (!kLateWait) pack_probabilities(p, s);
+  }
+
+  /// Ends O += P V; then P of the tile at hand, and O as its maxima want it.
+  __device__ __forceinline__ void take_probabilities() {
+    finish_output();
+    pack_probabilities(p, s);
+    if (outgrown) softmax.rescale_by(factor, o);
   }
 
   /// Key tile n, and O += P V of the one before.
   template <bool kMayCut>
   __device__ __forceinline__ void next(int n) {
-    if constexpr (kLatePacking) {
-      finish_output();
-      take_probabilities();
-    }
+    if constexpr (kLateWait) take_probabilities();
     const RingPlace<kStages> before = ring;
     ring.advance();
     mbarrier_wait(smem.k_full(ring.stage), ring.round);
@@ -221,19 +220,20 @@ struct TileWork {
     wgmma_wait<1>();
     pin(s);
     self.release(smem.k_empty(ring.stage));
-    outgrown = to_probabilities<kMayCut>(s, n, score, mask, softmax, factor);
-    if constexpr (!kLatePacking) {
-      finish_output();
-      take_probabilities();
+    outgrown = take_scores<kMayCut>(s, n, score, mask, softmax, factor);
+    if (kRescaledFirst && outgrown) {
+      wgmma_wait<0>();
+      pin(o);
+      softmax.rescale_by(factor, o);
+      outgrown = false;
     }
+    softmax.exponentiate(s);
+    if constexpr (!kLateWait) take_probabilities();
   }
 
   /// O += P V of the last key tile.
   __device__ __forceinline__ void finish() {
-    if constexpr (kLatePacking) {
-      finish_output();
-      take_probabilities();
-    }
+    if constexpr (kLateWait) take_probabilities();
     start_output(ring);
     finish_output();
     ring.advance();
