@@ -129,6 +129,7 @@ def inference_calls(dense: Problem, wanted: Inference) -> Iterator[Problem]:
         yield dense
         # A single query has no right bound: it would hide nothing.
         one = dataclasses.replace(placed, seqlen_q=1, window_right=-1)
-        for call in (placed, one):
+        # Where an int says all lengths, rows are ragged only by pages.
+        for call in (placed, one, *([dense] if wanted.append and not wanted.paged else [])):
             new = call.seqlen_q if wanted.append else 0
             yield dataclasses.replace(call, seqlen_new=new, rotary=wanted.rotary)

@@ -33,9 +33,12 @@ def every_variant(problem: Problem, device: Device) -> list[Spec | CombineSpec |
     """All that a call of these features and on such tensors can need, whatever its lengths, batch and heads."""
     specs: dict[Spec | CombineSpec | AppendSpec, None] = {}
     one, many, more = (dataclasses.replace(problem, seqlen_q=n) for n in (1, 2, 1024))
-    calls = [(table, call) for table in (FEW, SOME) for call in (many, one)]
+    few = [many, one]
+    if problem.mask == "window":  # one that is open to the left hides nothing from a single query
+        few.append(dataclasses.replace(one, window_left=-1))
+    calls = [(table, call) for table in (FEW, SOME) for call in few]
     if select.why_not_hopper(problem, device) is None:
-        calls += [(HOPPER, call) for call in (many, one, more)]
+        calls += [(HOPPER, call) for call in (*few, more)]
     elif not problem.page_size and problem.rotary == "none":
         calls.append((TILES, more))
     for table, call in calls:

@@ -24,7 +24,8 @@ class Row(NamedTuple):
     """The tiles of head_dims up to `max_head_dim`, those of v up to `max_head_dim_v`.
 
     `narrow` is for variants that need more registers, where `tile` leaves too few: scores are prescaled, a window masks
-    them, or loads are short. `prescaled` is for those of prescaled scores that need no fewer than that.
+    them, or loads are short. `prescaled` is for prescaled scores that are not narrow otherwise; without it they take
+    `narrow`.
     """
 
     max_head_dim: int

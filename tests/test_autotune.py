@@ -12,13 +12,14 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
+import rtflash
 from rtflash import artifacts, bundle, cache, device, listed, render, select, tuned
 from rtflash.__main__ import import_tool
 from rtflash.nvrtc import Resources
 from rtflash.tiles import Tile
 
 autotune, cli, trial = (import_tool(name) for name in ("autotune", "cli", "trial"))
-shapes = import_tool("shapes")
+shapes, tile_times = import_tool("shapes"), import_tool("tile_times")
 
 H100 = device.for_arch("sm_90a")
 A100 = device.for_arch("sm_80")
@@ -320,6 +321,17 @@ def test_what_made_a_tile_is_what_makes_a_bundle():
     tuned.store([(KEY, TILE, {})])
     (row,) = tuned.rows(tuned.file())
     assert bundle.maker().items() <= row.items()
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (9, 0)])
+@pytest.mark.parametrize(("rows", "keys"), [(31, 12), (5, 40)])
+def test_tiles_are_held_to_attention_itself(rows, keys, window):
+    torch = pytest.importorskip("torch")
+    qkv = [
+        torch.randn(2, n, h, 16, dtype=torch.float16) for n, h in ((rows, 4), (keys, 2), (keys, 2))
+    ]
+    expected = rtflash.flash_attn_func(*qkv, window_size=window).double()
+    assert torch.allclose(tile_times.in_float64(qkv, window), expected, atol=2e-3)
 
 
 @pytest.mark.gpu

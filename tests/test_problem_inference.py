@@ -11,6 +11,7 @@ from fake_gpu import LIBRARY, FakeGpu, Library, view
 
 import rtflash
 from rtflash import (
+    ahead,
     build,
     call,
     describe,
@@ -903,6 +904,25 @@ def test_parts_are_combined_where_they_are(
     made = partials.combine(views[0], views[1], given)
     out, _ = merging._combine_on_device(Library(), made, (*views[:2], given), [*views[:2], given])
     assert out is given
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+def test_what_calls_ahead_need_is_listed(arch: str) -> None:
+    """Lengths in an int with rotation; a window that is open to the left, of which one query sees no bound."""
+    gpu = device.for_arch(arch)
+    row = dataclasses.replace(listed.table_problem(64, 64, "fp16", "causal", {}), heads=4)
+    open_left = dataclasses.replace(listed.table_problem(64, 64, "fp16", "window", {}), heads=4)
+    wanted = ahead.Inference(decode=True, append=True, rotary="halves")
+    for dense, calls in (
+        (row, [dataclasses.replace(row, seqlen_new=n, seqlen_q=n, rotary="halves") for n in (1, 7, 900)]),
+        (open_left, [dataclasses.replace(open_left, window_left=-1, seqlen_q=n) for n in (1, 7, 900)]),
+    ):  # fmt: skip
+        described = [dense, *ahead.inference_calls(dense, wanted)]
+        known = {spec for one in described for spec in listed.every_variant(one, gpu)}
+        for made in calls:
+            for batch, keys in ((1, 4096), (64, 300)):
+                spec, _ = select.forward(dataclasses.replace(made, batch=batch, seqlen_k=keys), gpu)
+                assert spec in known, spec.name
 
 
 @pytest.mark.parametrize("paged", [False, True])

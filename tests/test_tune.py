@@ -14,7 +14,7 @@ pytest.importorskip("rich")
 import typer
 from typer.testing import CliRunner
 
-from rtflash import build, device, select
+from rtflash import build, device, select, tiles
 from rtflash.__main__ import import_tool
 from rtflash.problem import Problem
 
@@ -39,16 +39,32 @@ def without_gpu(monkeypatch):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_candidates_are_variants_that_fit(arch, head_dim):
     chip = device.for_arch(arch)
-    tiles = trial.candidates(head_dim, chip)
-    assert 2 <= len(set(tiles)) == len(tiles) <= 120
-    assert tiles[0] == select.tile(head_dim, head_dim, chip)
-    for tile in tiles:
+    found = trial.candidates(head_dim, chip)
+    assert 2 <= len(set(found)) == len(found) <= 120
+    assert found[0] == select.tile(head_dim, head_dim, chip)
+    for tile in found:
         for causal in (False, True):
             spec = trial.make_spec(tile, head_dim, chip, "fp16", causal, 1024)
             assert spec.shared_bytes <= chip.shared_bytes_per_block
             assert trial.residents(spec.shared_bytes, chip) >= spec.blocks_per_sm
             assert spec.even_m
             assert spec.even_n == (1024 % spec.block_n == 0)
+
+
+def test_hoppers_tiles_are_among_its_candidates():
+    (rows,) = tiles.HOPPER.values()
+    for row in rows:
+        d, dv = row.max_head_dim, min(row.max_head_dim, row.max_head_dim_v)
+        found = trial.candidates(d, device.for_arch("sm_90a"), "hopper", dv)
+        assert found[0] == row.tile
+        assert row.tile in trial.hopper_candidates(d, dv)
+        assert row.prescaled is None or row.prescaled in found
+    wide = trial.candidates(192, device.for_arch("sm_90a"), "hopper", 128)
+    assert {tile.warps for tile in wide[1:]} == {8, 12}
+
+
+def test_a_kernel_without_shared_memory_has_an_occupancy():
+    assert trial.residents(0, device.for_arch("sm_75")) > 1
 
 
 @pytest.mark.parametrize("arch", ARCHS)

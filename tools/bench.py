@@ -210,7 +210,7 @@ def collected(rows: Iterator[Row]) -> list[Row]:
 def show(rows: Sequence[Row]) -> None:
     """The rows in their tables; before these, those that belong in none: what was measured on, limits of the run."""
     for row in rows:
-        if row.get("mode") not in [*chart.TITLES]:
+        if row.get("mode") not in chart.TITLES:
             console.print(escape(chart.line(row)), style="dim", soft_wrap=True)
     for table in chart.tables(rows):
         console.print(table, "")

@@ -46,6 +46,8 @@ def main(
 def info() -> None:
     """What runs here: GPUs, driver, compiler, cache, settings; and why a GPU is not used."""
     rows = frameless()
+    rows.add_column(no_wrap=True)
+    rows.add_column(overflow="fold")
     rows.add_row("rtflash", escape(f"{rtflash.__version__} in {Path(rtflash.__file__).parent}"))
     rows.add_row("Python", f"{platform.python_version()} on {platform.platform(terse=True)}")
     rows.add_row("packages", ", ".join(installed()))

@@ -47,7 +47,6 @@ KERNEL_MODULES = (
     "jax_ops",
     "launch",
     "layouts",
-    "listed",
     "merging",
     "nvrtc",
     "other_specs",

@@ -125,7 +125,7 @@ def siblings(shape: Shape, table: str, tile: Tile, gpu: Device) -> list[Spec]:
 
 def candidates(shape: Shape, now: Serving, gpu: Device, given: Sequence[Tile]) -> list[Tile]:
     """The present tile, then those to try: `given`, or else all that may fit."""
-    others = given or trial.candidates(max(shape.head_dim, shape.head_dim_v), gpu, now.table)
+    others = given or trial.candidates(shape.head_dim, gpu, now.table, shape.head_dim_v)
     fitting = []
     for tile in others:
         try:

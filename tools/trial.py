@@ -31,7 +31,7 @@ HOPPER_SIZES = [
 # Registers that a thread of two and of three warpgroups that multiply can claim: see templates/forward_sm90.cu.
 HOPPER_REGISTERS = {8: 232, 12: 160}
 # Of these, what it needs beside its parts of O and S: the most with which the tables' tiles pass.
-HOPPER_OTHER_REGISTERS = 32
+HOPPER_OTHER_REGISTERS = 28
 # Registers of an SM and of a thread, on every architecture so far.
 SM_REGISTERS, MAX_REGISTERS = 64 * KIB, 255
 # Registers of a thread beside its parts of O, S and Q: the least with which a tile did not spill, measured on sm_90a.
@@ -79,7 +79,7 @@ def make_spec(
 def residents(shared_bytes: int, chip: Device) -> int:
     """CTAs that fit an SM's shared memory, of which sm_80 and newer keep 1 KB for each (CUDA programming guide)."""
     reserved = KIB if chip.major >= 8 else 0
-    return (chip.shared_bytes_per_block + reserved) // (shared_bytes + reserved)
+    return (chip.shared_bytes_per_block + reserved) // max(1, shared_bytes + reserved)
 
 
 def padded_bytes(shared_bytes: int, chip: Device, gpu: Device) -> int:
@@ -90,24 +90,27 @@ def padded_bytes(shared_bytes: int, chip: Device, gpu: Device) -> int:
     return padded
 
 
-def candidates(head_dim: int, chip: Device, rows: str = "many") -> list[Tile]:
+def candidates(
+    head_dim: int, chip: Device, rows: str = "many", head_dim_v: int | None = None
+) -> list[Tile]:
     """The table's tile, then all that fit the chip's shared memory and, by estimate, its registers.
 
     Of values of blocks_per_sm that allow a thread as many registers, only the greatest is worth a try. `rows`: one of
     tuned.NAMES.
     """
-    present = select.tile(head_dim, head_dim, chip, tuned.NAMES[rows])
+    dims = head_dim, head_dim if head_dim_v is None else head_dim_v
+    present = select.tile(*dims, chip, tuned.NAMES[rows])
     if rows == "hopper":
-        return list(dict.fromkeys([present, *hopper_candidates(head_dim)]))
+        return list(dict.fromkeys([present, *hopper_candidates(*dims)]))
     found: dict[tuple[object, ...], Tile] = {}
     for size, blocks in itertools.product(itertools.product(*SIZES[rows]), (1, 2, 3)):
         tile = Tile(*size, blocks, size[2] if rows == "few" else 1)
         try:
-            spec = make_spec(tile, head_dim, chip, "fp16", False, 1)
+            spec = make_spec(tile, max(dims), chip, "fp16", False, 1)
         except ValueError:
             continue
         # Of a warp's rows: O and Q (two values in a register) are padded_head_dim wide, S as its part of block_n.
-        width = padded_head_dim(head_dim) * (1.5 if tile.q_in_regs else 1.0)
+        width = padded_head_dim(max(dims)) * (1.5 if tile.q_in_regs else 1.0)
         width += tile.block_n / tile.key_warps
         needed = tile.block_m * width / (spec.row_warps * WARP_SIZE) + OTHER_REGISTERS
         limit = min(MAX_REGISTERS, SM_REGISTERS // (spec.threads * blocks))
@@ -116,14 +119,14 @@ def candidates(head_dim: int, chip: Device, rows: str = "many") -> list[Tile]:
     return list(dict.fromkeys([present, *found.values()]))
 
 
-def hopper_candidates(head_dim: int) -> list[Tile]:
+def hopper_candidates(head_dim: int, head_dim_v: int) -> list[Tile]:
     """Tiles of Hopper's own kernel that fit its shared memory and, by estimate, its registers."""
     found = []
     for size in HOPPER_SIZES:
         tile = Tile(*size)
-        spec = tuned.spec_of("hopper", 9, "bf16", head_dim, head_dim, "full", tile)
+        spec = tuned.spec_of("hopper", 9, "bf16", head_dim, head_dim_v, "full", tile)
         # A warpgroup's 64 rows: O, S, and S again as 16-bit operands.
-        needed = padded_head_dim(head_dim) / 2 + tile.block_n * 0.75 + HOPPER_OTHER_REGISTERS
+        needed = padded_head_dim(head_dim_v) / 2 + tile.block_n * 0.75 + HOPPER_OTHER_REGISTERS
         if needed <= HOPPER_REGISTERS[tile.warps] and spec.shared_bytes <= SM90_SHARED_BYTES:
             found.append(tile)
     return found
