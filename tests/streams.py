@@ -11,8 +11,8 @@ from backends import Backend
 
 from rtflash.streams import cupy_stream
 
-# Clock cycles: 10 ms at 2 GHz, far above any call's host time.
-SLEEP_CYCLES = 20_000_000
+# Clock cycles: 100 ms at 2 GHz, far above any call's host time, also where 14 processes test at a time.
+SLEEP_CYCLES = 200_000_000
 
 
 class SideStream:

@@ -271,6 +271,9 @@ def command(
     chosen = [variant for variant in chosen if variant not in there]
     for reason in refused:
         console.print(f"[yellow]skipped[/] {escape(reason)}")
+    if refused and not chosen and not held:
+        console.print("Nothing is left to compile.")
+        raise typer.Exit(2)
     packing = pack is not None or package is not None
     start = time.perf_counter()
     outcomes = watch(chosen, jobs, out, not packing)
@@ -305,6 +308,8 @@ def watch(chosen: Sequence[Variant], jobs: int, out: Path | None, lines: bool) -
     """Compile with a progress bar and write each variant under `out`; all in `chosen`'s order."""
     done: dict[Variant, Outcome] = {}
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    if not console.is_terminal:  # it shows no bar
+        console.print(f"compiling {len(chosen)} variants, {jobs} at a time")
     with Progress(*columns, console=console, transient=True) as progress:
         for outcome in progress.track(compile_all(chosen, jobs, lines), total=len(chosen)):
             done[outcome.variant] = outcome
