@@ -18,8 +18,8 @@ from .other_specs import AppendSpec, CombineSpec
 from .spec import AnySpec, Spec
 
 KERNELS: dict[str, Any] = {"forward": Spec, "combine": CombineSpec, "append": AppendSpec}
-# The fewest fields of each.
-WHOLE = {
+# A variant of each, by the fields that have no defaults.
+EXAMPLES = {
     "forward": "kernel=forward,dtype=bf16,head_dim=128,head_dim_v=128,block_m=128,block_n=64,warps=4,stages=2",
     "combine": "kernel=combine,dtype=bf16",
     "append": "kernel=append,dtype=bf16",
@@ -64,7 +64,7 @@ def make(kernel: str, fields: dict[str, object]) -> AnySpec:
         raise ValueError(f"no variant ({', '.join(wrong)}: unknown, or of another type)")
     needed = [name for name, field in known.items() if field.default is dataclasses.MISSING]
     if missing := [name for name in needed if name not in given]:
-        raise ValueError(f"no variant without {', '.join(missing)}; one is {WHOLE[kernel]}")
+        raise ValueError(f"no variant without {', '.join(missing)}; one is {EXAMPLES[kernel]}")
     return kind(**fields)
 
 
@@ -89,7 +89,7 @@ def from_text(said: str) -> AnySpec:
     if kernel not in KERNELS:
         names = ", ".join(KERNELS)
         raise ValueError(
-            f"kernel is {kernel!r}; it must be one of {names}, as in {WHOLE['forward']}"
+            f"kernel is {kernel!r}; it must be one of {names}, as in {EXAMPLES['forward']}"
         )
     types: dict[str, Any] = {x.name: x.type for x in dataclasses.fields(KERNELS[kernel])}
     readers: dict[str, Callable[[str], object]] = {
@@ -102,7 +102,7 @@ def from_text(said: str) -> AnySpec:
         try:
             fields[name] = readers[types[name]](value)
         except (KeyError, ValueError):
-            raise ValueError(f"no variant has {name}={value}; one is {WHOLE[kernel]}") from None
+            raise ValueError(f"no variant has {name}={value}; one is {EXAMPLES[kernel]}") from None
     return make(kernel, fields)
 
 

@@ -405,7 +405,7 @@ def test_a_text_that_is_no_variant_is_refused(text):
 
 
 def test_whole_variants_are_those_of_the_fewest_fields():
-    for kernel, text in record.WHOLE.items():
+    for kernel, text in record.EXAMPLES.items():
         assert record.text(record.from_text(text)) == text
         for needed in text.split(",")[1:]:
             said = ",".join(item for item in text.split(",") if item != needed)
