@@ -242,6 +242,10 @@ PROBES: dict[str, Probe | SequenceProbe] = {
         ROWS,
     ),
     "groups": Probe(Call(130, 400, head_dim=128, dtype="bf16", **ONE), GROUPS, isa=90, blocks=1),
+    # O is rescaled before the exponentials, by rows whose maxima grow from tile to tile.
+    "groups, peaked": Probe(
+        Call(130, 600, head_dim=64, magnitude=8.0, **ONE), GROUPS, isa=90, blocks=1
+    ),
     # One buffer of Q, and several tiles of rows for one CTA, of which warpgroups skip keys.
     "groups' tiles": Probe(
         Call(500, 100, heads=1, heads_k=1, batch=2, head_dim=128, causal=True),
@@ -1180,6 +1184,27 @@ FAULTS = (
         GROUPS_KERNEL,
         WAIT_FOR_O,
         f"    softmax.rescale_by(factor, o);\n{WAIT_FOR_O}",
+        "groups",
+    ),
+    Fault(
+        "O rescaled early in flight",
+        GROUPS_KERNEL,
+        "      wgmma_wait<0>();\n      pin(o);\n      softmax.rescale_by",
+        "      softmax.rescale_by",
+        "groups, peaked",
+    ),
+    Fault(
+        "O not rescaled early",
+        GROUPS_KERNEL,
+        "      softmax.rescale_by(factor, o);\n      outgrown = false;\n",
+        "      outgrown = false;\n",
+        "groups, peaked",
+    ),
+    Fault(
+        "one of four sums is lost",
+        SOFTMAX,
+        "row_sum[1] = sums[2] + sums[3];",
+        "row_sum[1] = sums[2];",
         "groups",
     ),
     Fault(
