@@ -187,7 +187,8 @@ def test_bench_on_the_cpu(monkeypatch, tmp_path):
     options = ("--head-dim", "32", "--seqlen", "64", "--json", file)
     result = run("bench", "--cpu", *options)
     assert result.exit_code == 0
-    assert result.output.count("float16") == 2  # a row is printed once
+    assert result.stdout.count("float16") == 2  # a row is printed once
+    assert result.stderr.count("float16") == 2  # and for logs as it comes
     rows = json.loads(file.read_text(encoding="utf-8"))
     assert [row["causal"] for row in rows] == [False, True]
     assert all(row["mode"] == "cpu ms/call" and row["rtflash"] > 0 for row in rows)

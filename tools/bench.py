@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -198,11 +199,16 @@ def command(
 
 
 def collected(rows: Iterator[Row]) -> list[Row]:
-    """The rows; a terminal shows the newest one while the next is measured, without a thread that would disturb it."""
+    """The rows; a terminal shows the newest one while the next is measured, without a thread that would disturb it.
+
+    Elsewhere each goes to stderr as it comes: a log has them if the run is cut off.
+    """
     kept = []
     with Live(console=console, auto_refresh=False, transient=True) as live:
         for row in rows:
             live.update(Text(chart.line(row)), refresh=True)
+            if not console.is_terminal:
+                print(chart.line(row), file=sys.stderr, flush=True)
             kept.append(row)
     return kept
 
