@@ -14,9 +14,10 @@ import io
 import itertools
 import json
 import os
+import re
 import sys
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ PACKAGED = "kernels.zip"
 MAKE = "make it again with `rtflash generate --bundle`"
 # Of every entry: what a bundle holds must decide its bytes.
 TIMESTAMP = (1980, 1, 1, 0, 0, 0)
+PLACE = re.compile(rf"({record.ARCH.pattern})/\w+\.(cubin|ptx)")
 
 
 class BundleError(RuntimeError):
@@ -157,7 +159,6 @@ def read(file: Path) -> Bundle:
             index = json.loads(archive.read(INDEX))
         sound = index.pop("checksum") == cache.checksum(index)
         made = {name: index.get(name) for name in maker()}
-        kernels = index["kernels"]
     except OSError as error:
         raise BundleError(f"the bundle {file} cannot be read ({error})") from error
     except Exception as error:  # of many kinds, by what a damaged file makes zipfile and json say
@@ -167,6 +168,11 @@ def read(file: Path) -> Bundle:
     for name, ours in maker().items():
         if made[name] != ours:
             raise BundleError(f"the bundle {file} {misfit(name, made[name], ours)}: {MAKE}")
+    kernels = index.get("kernels")
+    if not isinstance(kernels, dict) or not all(map(PLACE.fullmatch, kernels)):
+        raise BundleError(
+            f"the bundle {file} is damaged (its index has no kernels by place): {MAKE}"
+        )
     return Bundle(file, kernels)
 
 
@@ -188,20 +194,50 @@ def code(bundle: Bundle, spec: AnySpec, arch: str) -> Packed | None:
         The bundle is damaged.
     """
     where = place(spec, arch)
-    row = bundle.kernels.get(where)
-    if row is None:
-        return None
+    return unpack(bundle, where) if where in bundle.kernels else None
+
+
+def are(values: Any, *kinds: type) -> bool:
+    """Whether these are values of JSON that are all of such types."""
+    return all(type(value) in kinds for value in values)
+
+
+# What a row of the index must have beside its variant.
+SOUND: Mapping[str, Callable[[Any], bool]] = {
+    "sha256": lambda x: are([x], str),
+    "options": lambda x: are([x], list) and are(x, str),
+    "nvrtc": lambda x: are([x], list) and len(x) == 2 and are(x, int),
+    "resources": lambda x: (
+        are([x], dict)
+        and x.keys() == set(nvrtc.Resources.__slots__)
+        and are(x.values(), int, float)
+    ),
+}
+
+
+def unpack(bundle: Bundle, where: str) -> Packed:
+    """The kernel at a place of a bundle, its row of the index and its code checked.
+
+    Raises
+    ------
+    BundleError
+        The bundle is damaged.
+    """
     import zipfile
 
+    row = bundle.kernels[where]
     try:
+        spec, arch = record.parse(row)
+        if place(spec, arch) != where:
+            raise ValueError("its index tells of another variant")
+        if wrong := [name for name, sound in SOUND.items() if not sound(row.get(name))]:
+            raise ValueError(f"its index lacks {', '.join(wrong)}, or has another type there")
         with zipfile.ZipFile(bundle.file) as archive:
             cubin = archive.read(where)
         if hashlib.sha256(cubin).hexdigest() != row["sha256"]:
             raise ValueError("its code has another SHA-256")
-        if record.parse(row) != (spec, arch):
-            raise ValueError("its index tells of another variant")
-        compiler = (int(row["nvrtc"][0]), int(row["nvrtc"][1]))
-        return Packed(spec, arch, cubin, tuple(row["options"]), compiler, row["resources"])
+        major, minor = row["nvrtc"]
+        return Packed(spec, arch, cubin, tuple(row["options"]), (major, minor), row["resources"])
     except Exception as error:  # as in `read`
         raise BundleError(
             f"{where} of the bundle {bundle.file} is damaged ({error}): {MAKE}"

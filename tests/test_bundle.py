@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -210,6 +211,8 @@ def test_a_damaged_bundle_is_refused(monkeypatch, tmp_path, damage):
         lambda index: index["kernels"]["sm_80/" + SMALL.name + ".cubin"]["spec"].update(
             mask="causal"
         ),
+        lambda index: index["kernels"].update({"compute_x/y.ptx": {}}),
+        lambda index: index["kernels"].update({"sm_80/../y.cubin": {}}),
     ],
 )
 def test_an_index_that_lies_is_refused(monkeypatch, tmp_path, edit):
@@ -218,6 +221,54 @@ def test_an_index_that_lies_is_refused(monkeypatch, tmp_path, edit):
     use(monkeypatch, file)
     with pytest.raises(bundle.BundleError, match="damaged"):
         build.kernel(SMALL, A100)
+
+
+def leaves(index, path=()):
+    """The places of all values of a JSON object, whole objects and lists included."""
+    inner = index.items() if isinstance(index, dict) else enumerate(index)
+    for key, value in inner:
+        yield (*path, key)
+        if isinstance(value, (dict, list)):
+            yield from leaves(value, (*path, key))
+
+
+@pytest.mark.parametrize("odd", [None, True, -1, 1.5, "x", [], ["x", {}], {}, {"x": 1}, "gone"])
+def test_an_index_of_odd_values_gives_no_other_error(monkeypatch, tmp_path, odd):
+    """Whatever stands in its place, with the right checksum: one value after another."""
+    file = put(tmp_path)
+    found = {path for path in leaves(bundle_index(file)) if path[0] != "checksum"}
+    whole = file.read_bytes()
+    for path in found:
+        file.write_bytes(whole)
+
+        def edit(index, path=path):
+            *above, last = path
+            for key in above:
+                index = index[key]
+            if odd == "gone":
+                del index[last]
+            else:
+                index[last] = odd
+
+        repack(file, edit)
+        bundle.read.cache_clear()
+        use(monkeypatch, file)
+        monkeypatch.setattr(build, "_kernels", {})
+        monkeypatch.setenv("RTFLASH_NO_COMPILE", "1")
+        # What another type would break: loading it, telling of it, adding to it.
+        with contextlib.suppress(bundle.BundleError, rtflash.MissingKernelError):
+            kernel = build.kernel(SMALL, A100)
+            assert isinstance(kernel.resources.registers, (int, float)), path
+        with contextlib.suppress(bundle.BundleError):
+            bundle.said()
+        with contextlib.suppress(bundle.BundleError):
+            held = bundle.read(file)
+            bundle.pack([bundle.unpack(held, where) for where in held.kernels])
+
+
+def bundle_index(file):
+    with zipfile.ZipFile(file) as archive:
+        return json.loads(archive.read(bundle.INDEX))
 
 
 def test_code_of_another_hash_is_refused(monkeypatch, tmp_path):

@@ -165,9 +165,8 @@ def held_by(file: Path | None, add: bool) -> list[bundle.Packed]:
         return []
     try:
         found = bundle.read(file)
-        pairs = [record.parse(row) for row in found.kernels.values()]
-        return [x for x in (bundle.code(found, *pair) for pair in pairs) if x is not None]
-    except (RuntimeError, ValueError) as error:
+        return [bundle.unpack(found, where) for where in found.kernels]
+    except bundle.BundleError as error:
         raise typer.BadParameter(f"--add: {error}") from None
 
 
