@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def from_text(said: str) -> AnySpec:
     ValueError
         It says no variant.
     """
-    pairs = dict(item.partition("=")[::2] for item in said.split(","))
+    pairs = once(item.partition("=")[::2] for item in said.split(","))
     kernel = pairs.pop("kernel", "")
     if kernel not in KERNELS:
         names = ", ".join(KERNELS)
@@ -104,6 +104,18 @@ def from_text(said: str) -> AnySpec:
         except (KeyError, ValueError):
             raise ValueError(f"no variant has {name}={value}; one is {EXAMPLES[kernel]}") from None
     return make(kernel, fields)
+
+
+def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dict; ValueError where a name comes again, since one of its values would not count."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(
+                f"{name} is given as {found[name]} and as {value}; it must be given once"
+            )
+        found[name] = value
+    return found
 
 
 def note(spec: AnySpec, arch: str) -> None:
@@ -145,7 +157,7 @@ def read(file: Path) -> list[tuple[AnySpec, str]]:
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if line.strip():
             try:
-                found[parse(json.loads(line))] = None
+                found[parse(json.loads(line, object_pairs_hook=once))] = None
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"line {number} of {file}: {error}") from None
     return list(found)

@@ -455,6 +455,20 @@ def test_a_text_that_is_no_variant_is_refused(text):
         record.from_text(text)
 
 
+def test_a_name_that_comes_twice_is_refused(tmp_path):
+    """One of the values would not count."""
+    with pytest.raises(
+        ValueError, match="dtype is given as bf16 and as fp16; it must be given once"
+    ):
+        record.from_text("kernel=combine,dtype=bf16,dtype=fp16")
+    file = tmp_path / "record.jsonl"
+    line = json.dumps(record.described(SMALL, "sm_80"))
+    for twice in ('"arch": "sm_80", ', '"spec": {}, '):
+        file.write_text(line.replace("{", "{" + twice, 1), encoding="utf-8")
+        with pytest.raises(ValueError, match=r"line 1 of .*; it must be given once"):
+            record.read(file)
+
+
 def test_whole_variants_are_those_of_the_fewest_fields():
     for kernel, text in record.EXAMPLES.items():
         assert record.text(record.from_text(text)) == text

@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import rtflash
-from rtflash import artifacts, bundle, device, nvrtc, record
+from rtflash import artifacts, bundle, device, nvrtc, record, select
 from rtflash.ahead import Inference
 from rtflash.spec import DTYPES, MAX_HEAD_DIM, ROTARIES
 
@@ -36,6 +36,7 @@ from .served import (
     problems,
     table_variants,
     variants,
+    why_not_on_its_gpu,
 )
 
 # Options that say which calls to serve; not with those that say which variants.
@@ -156,6 +157,8 @@ def choose(
         except ValueError as error:
             raise typer.BadParameter(f"--spec: {error}") from None
         chosen.update(dict.fromkeys(Variant(spec, arch) for arch in archs))
+    if wrong := next(filter(None, map(why_not_on_its_gpu, chosen)), None):
+        raise typer.BadParameter(f"{way}: {wrong}")
     return list(chosen), []
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rtflash import device, listed, select
 from rtflash.ahead import Inference, inference_calls
 from rtflash.problem import Problem
-from rtflash.spec import ALIGNMENTS, ELEMENT_BYTES, AnySpec
+from rtflash.spec import ALIGNMENTS, ELEMENT_BYTES, ISAS, AnySpec, Spec
 
 # Query and key lengths that every tile divides, and that none does.
 LENGTHS: dict[str, list[tuple[int, int]]] = {
@@ -45,7 +45,7 @@ def problems(
     dtypes : "fp16", "bf16".
     head_dims : (head_dim, head_dim_v).
     masks : keys of WINDOWS.
-    features : sets out of "softcap", "alibi".
+    features : sets of FEATURES.
     lengths : (seqlen_q, seqlen_k).
     strided : whether each call comes on tensors that TMA cannot read, too.
     """
@@ -105,3 +105,21 @@ def variants(
 def table_variants(archs: Iterable[str]) -> list[Variant]:
     """Every kernel that the shipped tile table makes on the architectures."""
     return [Variant(s, arch) for arch in archs for s in listed.table_specs(device.for_arch(arch))]
+
+
+def why_not_on_its_gpu(variant: Variant) -> str | None:
+    """None where the GPUs of a variant's architecture can launch it, or are not known here; else the reason."""
+    spec, arch = variant
+    try:
+        chip = device.for_arch(arch)
+    except ValueError:
+        return None
+    if isinstance(spec, Spec):
+        known = chip.major * 10 + chip.minor
+        isas = [x for x in ISAS if (select.is_hopper(chip) if x == 90 else x <= known)]
+        if spec.isa not in isas:
+            return f"isa is {spec.isa}; for {arch} it must be {' or '.join(map(str, isas))}"
+    needed, most = spec.shared_bytes, chip.shared_bytes_per_block
+    if needed > most:
+        return f"{spec.name} needs {needed} bytes of shared memory; for {arch} it must be at most {most}"
+    return None
