@@ -186,6 +186,8 @@ def test_decoding_needs_splits_and_their_merge():
         (("--paged",), "--paged"),
         (("--append",), "--append"),
         (("--decode", "--rotary", "halves"), "--rotary"),
+        (("--strided",), "--strided adds to the kernel for Hopper alone; --arch is sm_80"),
+        (("--decode", "--append", "--rotary", "quarters"), "--rotary"),
     ],
 )
 def test_inference_options_that_would_do_nothing_are_refused(fake, options, named):
@@ -193,6 +195,12 @@ def test_inference_options_that_would_do_nothing_are_refused(fake, options, name
     result = run("--arch", "sm_80", *options)
     assert result.exit_code == 2
     assert named in words(result)
+
+
+def test_strided_is_taken_where_one_architecture_is_hopper(fake):
+    fake()
+    options = ("--head-dim", "64", "--mask", "full", "--length", "even")
+    assert "variants: 3," in run("--arch", "sm_80,sm_90", *options, "--strided").output
 
 
 def test_inference_is_compiled_with_the_dense_calls(fake):

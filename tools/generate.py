@@ -134,6 +134,12 @@ def choose(
             "name them by --spec or --record"
         )
     if not (every or recorded or specs):
+        if given(context, ["strided"]) and not any(
+            select.is_hopper(device.for_arch(arch)) for arch in archs
+        ):
+            raise typer.BadParameter(
+                f"--strided adds to the kernel for Hopper alone; --arch is {', '.join(archs)}, it must have sm_90a"
+            )
         return calls()
     ways = {"--table": every, "--record": recorded is not None, "--spec": bool(specs)}
     way = ", ".join(name for name, is_given in ways.items() if is_given)
