@@ -1,6 +1,6 @@
 """docs/: links and named files exist, the site has every page and builds, functions are described, screens are those
 of the commands; docs/emulation.md tells of every file of the host and examples run;
-docs/variants.md knows every option of `rtflash generate`, and its commands run."""
+docs/variants.md knows every option of `rtflash generate`, docs/settings.md every setting, and their commands run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import pytest
 
 import rtflash
-from rtflash import artifacts, device, listed, nvrtc, record, settings
+from rtflash import artifacts, cache, device, listed, nvrtc, record, settings
 from rtflash.__main__ import import_tool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +26,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 # On the site these are pages, too.
 ABOVE = {"README.md": "start.md", "CHANGELOG.md": "changes.md", "LICENSE": "license.md"}
 VARIANTS = ROOT / "docs" / "variants.md"
+SETTINGS = ROOT / "docs" / "settings.md"
 EMULATION = ROOT / "docs" / "emulation.md"
 FUNCTIONS = ROOT / "docs" / "functions.md"
 SCREENS = ROOT / "docs" / "screens"
@@ -203,19 +204,21 @@ def test_examples_run(page: str) -> None:
 
 
 def commands_of(page: Path) -> list[str]:
-    """The commands of `rtflash` that stand in a page's text."""
-    return re.findall(r"`(rtflash \w+ -[^`\n]*)`", without_code(page))
+    """The commands of `rtflash` that stand in a page's text, with options or without."""
+    return re.findall(r"`(rtflash (?:cache )?\w+(?: -[^`\n]*)?)`", without_code(page))
 
 
 @pytest.mark.parametrize(
     "line", sorted({line for page in PAGES for line in commands_of(page) if "..." not in line})
 )
 def test_commands_in_the_text_parse(line: str) -> None:
-    words = shlex.split(line)[1:]
-    if words[1:] == ["--arch"]:
+    name, *words = shlex.split(line)[1:]
+    if words == ["--arch"]:
         return  # the option is what the text is about
-    command = typer_command(words[0])
-    command.make_context(command.name, words[1:], resilient_parsing=False)
+    command = typer_command(name)
+    if name == "cache":
+        command = command.commands[words.pop(0)]
+    command.make_context(command.name, words, resilient_parsing=False)
 
 
 def test_pictures_of_measurements_are_made_again(tmp_path: Path, monkeypatch: Any) -> None:
@@ -235,8 +238,20 @@ def test_pictures_of_measurements_are_made_again(tmp_path: Path, monkeypatch: An
     assert made == {path.name for path in folder.glob("*.png")}
 
 
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", VARIANTS.read_text(encoding="utf-8"), re.M | re.S)
-COMMANDS = re.findall(r"^rtflash .*$", "".join(BLOCKS), re.M)
+def blocks(page: Path) -> str:
+    """What a page has in blocks of bash."""
+    return "".join(
+        re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    )
+
+
+def lines_of(page: Path) -> list[str]:
+    """The commands of `rtflash` in them."""
+    return re.findall(r"^rtflash .*$", blocks(page), re.M)
+
+
+def test_every_page_with_commands_is_tested() -> None:
+    assert [page for page in PAGES if blocks(page)] == [SETTINGS, VARIANTS]
 
 
 def test_every_option_and_setting_of_variants_is_told_of() -> None:
@@ -256,7 +271,37 @@ def typer_command(name: str) -> Any:
     return typer.main.get_command(import_tool("cli").app).commands[name]
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=relative)
+def test_settings_that_are_told_of_exist(page: Path) -> None:
+    named = re.findall(r"\bRTFLASH_\w+", page.read_text(encoding="utf-8"))
+    assert {*named} <= settings.MEANINGS.keys()
+
+
+def test_every_setting_is_told_of_with_its_default(monkeypatch: Any) -> None:
+    for name in settings.MEANINGS:
+        monkeypatch.delenv(name, raising=False)
+    values = {row.variable: row.value for row in settings.describe()}
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", SETTINGS.read_text(encoding="utf-8"), re.M)
+    assert [name for name, _ in rows] == [*values]
+    for name, meaning in rows:
+        default = re.search(r"`?(\w+)`? \(default\)", meaning)
+        assert not default or default[1] == values[name], name
+
+
+@pytest.mark.parametrize("line", lines_of(SETTINGS))
+def test_commands_of_settings_run(line: str, monkeypatch: Any, tmp_path: Path) -> None:
+    """On a cache of one kernel, which is listed or deleted."""
+    testing = pytest.importorskip("typer.testing")
+    monkeypatch.setenv("RTFLASH_CACHE_DIR", str(tmp_path))
+    place = cache.folder("rtflash_forward_test", "0123456789ab")
+    cache.store(place, cache.Entry({}, {"arch": "sm_80"}))
+    result = testing.CliRunner().invoke(import_tool("cli").app, shlex.split(line)[1:])
+    assert result.exit_code == 0, result.output
+    assert "1 kernel," in result.output
+    assert place.exists() == (line != "rtflash cache clear")
+
+
+@pytest.mark.parametrize("line", lines_of(VARIANTS))
 def test_commands_of_variants_run(line: str, monkeypatch: Any, tmp_path: Path) -> None:
     """In an empty folder with a record; nothing is compiled or measured for it."""
     testing = pytest.importorskip("typer.testing")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rtflash import device, settings
+from rtflash import device
 from rtflash.__main__ import import_tool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,12 +89,6 @@ def test_links_and_files_exist():
     files = re.findall(r"`((?:rtflash|templates|tools)/[\w./]*)`|python (tools/\w+\.py)", TEXT)
     for name in [*links, *filter(None, sum(files, ()))]:
         assert name.startswith("http") or (ROOT / name).exists(), name
-
-
-def test_every_setting_is_on_its_page():
-    text = (DOCS / "settings.md").read_text(encoding="utf-8")
-    for row in settings.describe():
-        assert f"`{row.variable}`" in text
 
 
 def test_public_names_exist():
