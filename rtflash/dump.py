@@ -159,30 +159,67 @@ def edited(spec: AnySpec, arch: str) -> tuple[Path, str] | None:
     Raises
     ------
     ValueError
-        The folder is missing, or the source cannot be of this variant.
+        The folder has no sources at all, or this one cannot be of this variant.
     """
     root = settings.get().override
     if root is None:
         return None
-    if not root.is_dir():
-        raise ValueError(f"RTFLASH_OVERRIDE is {str(root)!r}; it must be a folder")
     file = folder(root, spec, arch) / SOURCE
-    if not file.is_file():
+    if file not in sources(root):
         settings.logger().debug("RTFLASH_OVERRIDE has no %s", file)
         return None
+    return file, source(file, spec.name)
+
+
+def said() -> str:
+    """How many kernels RTFLASH_OVERRIDE has, in words; empty where it is not set.
+
+    Raises
+    ------
+    ValueError
+        As `edited` raises, of any of them.
+    """
+    root = settings.get().override
+    if root is None:
+        return ""
+    found = sources(root)
+    for file in found:
+        source(file, file.parent.name)
+    return f"{len(found)} in {root}"
+
+
+def sources(root: Path) -> list[Path]:
+    """The sources of an RTFLASH_OVERRIDE, of which there is at least one: else nothing would ever come of it."""
+    found = sorted(file for file in root.glob(f"*/*/{SOURCE}") if file.is_file())
+    if not found:
+        raise ValueError(
+            f"RTFLASH_OVERRIDE is {str(root)!r}; it must be a folder as RTFLASH_DUMP writes it, with at least one"
+            f" ARCH/VARIANT/{SOURCE}"
+        )
+    return found
+
+
+def source(file: Path, name: str) -> str:
+    """The text of a source that holds the kernel of a name.
+
+    Raises
+    ------
+    ValueError
+        It cannot be read, has no such kernel, or is of other templates.
+    """
     try:
         text = read(file)
     except OSError as error:
         raise ValueError(f"RTFLASH_OVERRIDE: {file} cannot be read ({error})") from error
-    if re.search(rf"\b{re.escape(spec.name)}\b", text) is None:
-        raise ValueError(f"RTFLASH_OVERRIDE: {file} has no kernel {spec.name}")
+    if re.search(rf"\b{re.escape(name)}\b", text) is None:
+        raise ValueError(f"RTFLASH_OVERRIDE: {file} has no kernel {name}")
     made = templates_of(file.with_name(RECORD))
     if made not in ("", render.digest()):
         raise ValueError(
             f"RTFLASH_OVERRIDE: {file} was dumped from other templates than this rtflash has, and its Params may be"
             " others: dump it again"
         )
-    return file, text
+    return text
 
 
 def templates_of(file: Path) -> str:

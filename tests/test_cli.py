@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("typer")
@@ -84,6 +85,22 @@ def test_info_tells_of_bundles_and_tuned_tiles(monkeypatch, tmp_path):
     result = run("info")
     assert result.exit_code == 0
     assert "unusable" in result.output
+
+
+@pytest.mark.parametrize("place", ["dumped", "typo", "dumped/sm_80"])
+def test_info_tells_of_edited_kernels(monkeypatch, tmp_path, place):
+    """Without a GPU as well, where no call would find out; and such calls go on."""
+    assert "edited kernels  " not in run("info").output
+    file = tmp_path / "dumped" / "sm_80" / "rtflash_one" / "kernel.cu"
+    file.parent.mkdir(parents=True)
+    file.write_text("void rtflash_one();", encoding="utf-8")
+    monkeypatch.setenv("RTFLASH_OVERRIDE", str(tmp_path / place))
+    result = run("info")
+    assert result.exit_code == 0
+    said = "1 in " if place == "dumped" else "unusable. RTFLASH_OVERRIDE is"
+    assert f"edited kernels  {said}" in result.output
+    q = np.ones((1, 2, 1, 8), np.float16)
+    assert (rtflash.flash_attn_func(q, q, q) == 1).all()
 
 
 def test_info_without_cupy_says_what_to_install(monkeypatch):

@@ -207,17 +207,33 @@ def test_a_dump_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
         load(monkeypatch)
 
 
+def put(root, arch, name, text="// {}"):
+    """A source in a folder of edited ones."""
+    file = root / arch / name / "kernel.cu"
+    file.parent.mkdir(parents=True)
+    file.write_text(text.format(name), encoding="utf-8")
+    return file
+
+
 def test_variants_that_the_folder_lacks_run_as_ever(monkeypatch, tmp_path):
-    monkeypatch.setenv("RTFLASH_OVERRIDE", str(tmp_path))
+    put(tmp_path / "edited", "sm_80", "another")
+    monkeypatch.setenv("RTFLASH_OVERRIDE", str(tmp_path / "edited"))
     made = load(monkeypatch)
     assert made.origin == ""
     assert made.folder is not None
+    assert dump.said() == f"1 in {tmp_path / 'edited'}"
 
 
-def test_a_folder_that_is_none_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setenv("RTFLASH_OVERRIDE", str(tmp_path / "typo"))
-    with pytest.raises(ValueError, match=r"RTFLASH_OVERRIDE is '.*typo'; it must be a folder"):
-        load(monkeypatch)
+@pytest.mark.parametrize("place", ["typo", "file", "empty", "edited/sm_80"])
+def test_a_folder_without_sources_is_refused(monkeypatch, tmp_path, place):
+    """An architecture's folder, too: nothing would come of it."""
+    put(tmp_path / "edited", "sm_80", SMALL.name)
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("RTFLASH_OVERRIDE", str(tmp_path / place))
+    for use in (dump.said, lambda: load(monkeypatch)):
+        with pytest.raises(ValueError, match=r"RTFLASH_OVERRIDE is '.*'; it must be a folder"):
+            use()
 
 
 def test_a_source_of_another_kernel_is_refused(monkeypatch, root):
@@ -225,8 +241,9 @@ def test_a_source_of_another_kernel_is_refused(monkeypatch, root):
     place.mkdir(parents=True)
     (place / "kernel.cu").write_bytes(b"// \xff\xfe another one")
     monkeypatch.setenv("RTFLASH_OVERRIDE", str(root))
-    with pytest.raises(ValueError, match=f"has no kernel {SMALL.name}"):
-        load(monkeypatch)
+    for use in (dump.said, lambda: load(monkeypatch)):
+        with pytest.raises(ValueError, match=f"has no kernel {SMALL.name}"):
+            use()
 
 
 def test_a_dump_of_other_templates_is_refused(monkeypatch, root):

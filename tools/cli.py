@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ import typer
 from rich.markup import escape
 
 import rtflash
-from rtflash import bundle, cache, device, nvrtc, settings, tuned
+from rtflash import bundle, cache, device, dump, nvrtc, settings, tuned
 
 from . import autotune, bench, demo, generate
 from .screen import Named, console, frameless, size
@@ -55,7 +56,9 @@ def info() -> None:
         rows.add_row("GPU", line)
     rows.add_row("NVRTC", compiler())
     rows.add_row("cache", stored(cache.entries()))
-    rows.add_row("bundles", bundled())
+    rows.add_row("bundles", usable(bundle.said) or "none")
+    if overriding := usable(dump.said):
+        rows.add_row("edited kernels", overriding)
     rows.add_row("tuned tiles", escape(tuned.said()))
     console.print(rows)
     table = frameless("setting", "value", "from", "meaning", whole=["setting", "from"])
@@ -106,11 +109,11 @@ def compiler() -> str:
     return f"{version} for {' '.join(arch for arch in known if arch in device.TYPICAL)}{also}"
 
 
-def bundled() -> str:
-    """The bundles in use, or why one cannot be used."""
+def usable(said: Callable[[], str]) -> str:
+    """What a setting brings in, or why it cannot be used."""
     try:
-        return escape(bundle.said()) or "none"
-    except bundle.BundleError as error:
+        return escape(said())
+    except (bundle.BundleError, ValueError) as error:
         return f"[red]unusable.[/] {escape(str(error))}"
 
 
