@@ -287,6 +287,14 @@ def test_kept_where_nothing_can_be_written(fake_gpu, monkeypatch, tmp_path):
     assert "not kept" in result.output
 
 
+def test_a_given_tile_without_the_memory_is_refused(fake_gpu):
+    result = run("--head-dim", "256", "--mask", "full", "--tile", "m128x256_w8s2")
+    assert result.exit_code == 2
+    said = " ".join(result.output.replace("│", " ").split())
+    assert "m128x256_w8s2 needs 589824 bytes of shared memory" in said
+    assert f"it must be at most {A100.shared_bytes_per_block}" in said
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -294,6 +302,7 @@ def test_kept_where_nothing_can_be_written(fake_gpu, monkeypatch, tmp_path):
         ("--head-dim", "300"),
         ("--mask", "some"),
         ("--dtype", "fp32"),
+        ("--dtype", "fp16,bf16"),
         ("--seqlen", 0),
         ("--queries", -1),
         ("--batch", 0),

@@ -296,7 +296,8 @@ def test_bench_plots_no_mode_that_is_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "why_not", lambda: "There is no GPU.")
     image = tmp_path / "plot.png"
     assert "--plot" in run("bench", "--mode", "host", "--plot", image).output
-    assert "--roofline" in run("bench", "--mode", "varlen", "--roofline", image).output
+    for mode in ("varlen", "decode"):  # one query alone is no picture
+        assert "--roofline needs" in run("bench", "--mode", mode, "--roofline", image).output
     if importlib.util.find_spec("matplotlib"):
         result = run("bench", "--mode", "decode", "--plot", image)
         assert "There is no GPU." in result.output
@@ -425,6 +426,21 @@ def test_sass_says_what_is_missing_before_it_prints(tmp_path):
     assert done.returncode == 1
     assert done.stderr
     assert not done.stdout
+
+
+def test_words_that_are_not_allowed_are_named():
+    with pytest.raises(
+        screen.typer.BadParameter, match="--dtype has 'fp32'; it must be one of fp16, bf16"
+    ):
+        screen.items("bf16,fp32", "--dtype", ["fp16", "bf16"])
+    with pytest.raises(screen.typer.BadParameter, match="--dtype is 'a,b'; it must be one of a, b"):
+        screen.one_of("a,b", "--dtype", ["a", "b"])
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "tune"])
+def test_help_of_plots_says_what_they_may_be(command):
+    shown = " ".join(run(command, "--help").output.replace("│", " ").split())
+    assert ", ".join(screen.PLOTS) in shown
 
 
 def test_units():

@@ -496,7 +496,11 @@ def test_a_record_is_compiled(fake, monkeypatch, tmp_path):
     rows = json.loads(report.read_text(encoding="utf-8"))
     assert [row["name"] for row in rows] == [*(x.name for x in specs), AppendSpec("bf16").name]
     assert "variants: 1," in run("--record", file, "--arch", "sm_80").output
-    assert run("--record", file, "--arch", "sm_75").exit_code == 1  # nothing is left
+    result = run("--record", file, "--arch", "sm_75")
+    assert result.exit_code == 2
+    assert "has variants for sm_80, sm_90a; --arch is sm_75" in words(result)
+    (tmp_path / "empty.jsonl").touch()
+    assert "has no variants" in words(run("--record", tmp_path / "empty.jsonl"))
 
 
 @pytest.mark.parametrize(

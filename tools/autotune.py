@@ -23,7 +23,7 @@ from rtflash.tiles import Tile
 
 from . import bench, chart, trial
 from .generate import head_dims
-from .screen import check_file, check_plot, console, frameless, items, working
+from .screen import PLOTS, check_file, check_plot, console, frameless, items, one_of, working
 from .served import WINDOWS
 from .shapes import Serving, Shape, candidates, launched, serving, siblings
 from .tile_times import measure
@@ -176,7 +176,7 @@ def shapes(
     for d, dv in dims:
         if d % 8 or dv % 8:
             raise typer.BadParameter(
-                f"--head-dim has {d}x{dv}; tuned tiles are for rows of whole 16 bytes: multiples of 8"
+                f"--head-dim has {d}x{dv}; both must be multiples of 8: tuned tiles are for rows of whole 16 bytes"
             )
     return [
         Shape(dtype, d, dv, mask, batch, *lengths, heads, heads_k)
@@ -189,21 +189,28 @@ def command(
     head_dim: Annotated[str, typer.Option(help="D, or DxDV where V's differs: 64,192x128")] = "128",
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bf16",
     mask: Annotated[str, typer.Option(help=", ".join(WINDOWS))] = "full,causal",
-    seqlen: Annotated[int, typer.Option(help="Keys, and queries without --queries.")] = 4096,
-    queries: Annotated[int, typer.Option(help="Queries, 1 for decoding.")] = 0,
+    seqlen: Annotated[
+        int, typer.Option(help="Keys, and without --queries as many queries.")
+    ] = 4096,
+    queries: Annotated[int, typer.Option(help="Queries, 1 for decoding; 0: as many as keys.")] = 0,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
     heads: Annotated[int, typer.Option(help="Heads of q.")] = 32,
     kv_heads: Annotated[int, typer.Option(help="Heads of k and v.")] = 8,
-    tile: Annotated[str, typer.Option(help="Only these, as m128x64_w4s2_qreg_b2.")] = "",
-    keep: Annotated[bool, typer.Option("--keep/--dry-run", help="Keep the winners.")] = True,
+    tile: Annotated[str, typer.Option(help="Time these alone, as m128x64_w4s2_qreg_b2.")] = "",
+    keep: Annotated[
+        bool, typer.Option("--keep/--dry-run", help="Keep the winners, or only time.")
+    ] = True,
     report: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
-    drawing: Annotated[Path | None, typer.Option("--plot", help="Draw them here.")] = None,
+    drawing: Annotated[
+        Path | None,
+        typer.Option("--plot", help=f"Draw the tiles' speeds here ({', '.join(PLOTS)})."),
+    ] = None,
 ) -> None:
     """Find this GPU's fastest tiles for a shape; later calls use them (RTFLASH_TUNED=0: they do not).
 
     Minutes for each head_dim and mask. Exits 1 if a tile computes something wrong, 2 if nothing can be measured.
     """
-    (kind,) = items(dtype, "--dtype", DTYPES)[:1]
+    kind = one_of(dtype, "--dtype", DTYPES)
     keys = whole(seqlen, "--seqlen", LONGEST)
     lengths = whole(queries or keys, "--queries", LONGEST), keys
     sizes = (

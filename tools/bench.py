@@ -28,8 +28,9 @@ from . import bench_inference, chart
 from .chart import SHAPE_KEYS, Row
 from .peers import PEERS, TORCH_DTYPES, Peer, cpu_peers, make_peers
 from .roofline import DRAWN as ROOFED
+from .roofline import NEEDED as ROOFS_NEED
 from .roofline import plot as plot_roofline
-from .screen import check_file, check_plot, console, given, items, numbers
+from .screen import PLOTS, check_file, check_plot, console, given, items, numbers
 from .timing import ROUNDS, medians, turn
 
 MODES = ("fwd", "decode", "varlen", "host")
@@ -132,18 +133,32 @@ def command(
     context: typer.Context,
     mode: Annotated[str, typer.Option(help=", ".join(MODES))] = "fwd,host",
     peer: Annotated[str, typer.Option(help=", ".join(PEERS))] = "rtflash,fa2,cudnn,fa3,fa4",
-    head_dim: Annotated[str, typer.Option(help="Of mode fwd: 64,128,256.")] = "",
-    seqlen: Annotated[str, typer.Option(help="Of mode fwd: 1024,4096,16384.")] = "",
+    head_dim: Annotated[
+        str, typer.Option(help="Of mode fwd and --cpu; 64,128,256 if not given.")
+    ] = "",
+    seqlen: Annotated[
+        str, typer.Option(help="Likewise; 1024,4096,16384, with --cpu 256,1024.")
+    ] = "",
     dtype: Annotated[str, typer.Option(help=", ".join(TORCH_DTYPES))] = "bf16",
     on_cpu: Annotated[bool, typer.Option("--cpu", help="Time the NumPy backend instead.")] = False,
-    report: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them here (.png, .svg).")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--json", help="Write the rows here, for --from.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"Draw rows of mode {', '.join(chart.DRAWN)} here ({', '.join(PLOTS)}); not with --cpu."
+        ),
+    ] = None,
     roofline: Annotated[
-        Path | None, typer.Option(help="Draw them below the GPU's limits here.")
+        Path | None,
+        typer.Option(
+            help=f"Draw those of {', '.join(ROOFED)} below the GPU's limits here; not with --cpu."
+        ),
     ] = None,
     saved: Annotated[
         list[Path] | None,
-        typer.Option("--from", help="Show a file's rows instead; of several, all."),
+        typer.Option("--from", help="Show the rows of a --json file instead; may be repeated."),
     ] = None,
 ) -> None:
     """rtflash beside the attention libraries that import here, in one run on one GPU."""
@@ -154,15 +169,17 @@ def command(
     modes = items(mode, "--mode", MODES)
     torch_dtypes = [TORCH_DTYPES[name] for name in dtypes]
     if on_cpu and not saved and (found := given(context, GPU_OPTIONS)):
-        raise typer.BadParameter(f"{', '.join(found)}: for the GPU only, not with --cpu")
+        raise typer.BadParameter(
+            f"--cpu times the NumPy backend alone, and does not go with {', '.join(found)}"
+        )
     check_file(report, "--json")
-    for option, image, drawn in (
+    for option, image, needed in (
         ("--plot", plot, chart.DRAWN),
-        ("--roofline", roofline, ROOFED),
+        ("--roofline", roofline, ROOFS_NEED),
     ):
-        if image is not None and not saved and not {*modes} & {*drawn}:
+        if image is not None and not saved and not {*modes} & {*needed}:
             raise typer.BadParameter(
-                f"{option} draws the rows of --mode {', '.join(drawn)}; none is asked for"
+                f"{option} needs rows of mode {' or '.join(needed)}; --mode is {', '.join(modes)}"
             )
         check_plot(image, option)
     skipped: dict[str, str] = {}

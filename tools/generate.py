@@ -27,7 +27,7 @@ from rtflash.spec import DTYPES, MAX_HEAD_DIM, ROTARIES
 
 from . import wheel
 from .generated import Outcome, packed, plot, report, table, write
-from .screen import check_file, check_folder, check_plot, console, given, items, size
+from .screen import PLOTS, check_file, check_folder, check_plot, console, given, items, one_of, size
 from .served import (
     FEATURES,
     LENGTHS,
@@ -101,16 +101,13 @@ def targets(text: str) -> list[str]:
 
 def check_inference(wanted: Inference) -> None:
     """BadParameter if an option would do nothing."""
-    if wanted.rotary not in ROTARIES:
-        raise typer.BadParameter(
-            f"--rotary is {wanted.rotary!r}; it must be one of {', '.join(ROTARIES)}"
-        )
+    one_of(wanted.rotary, "--rotary", ROTARIES)
     if wanted.paged and not (wanted.varlen or wanted.decode):
-        raise typer.BadParameter("--paged goes with --varlen or --decode")
+        raise typer.BadParameter("--paged needs --varlen or --decode")
     if wanted.append and not wanted.decode:
-        raise typer.BadParameter("--append goes with --decode")
+        raise typer.BadParameter("--append needs --decode")
     if wanted.rotary != "none" and not wanted.append:
-        raise typer.BadParameter("--rotary goes with --append")
+        raise typer.BadParameter("--rotary needs --append")
 
 
 def choose(
@@ -146,7 +143,9 @@ def choose(
     if every and (recorded or specs):
         raise typer.BadParameter(f"{way} do not go together")
     if found := given(context, CALL_OPTIONS):
-        raise typer.BadParameter(f"{way}: variants, not calls; not with {', '.join(found)}")
+        raise typer.BadParameter(
+            f"{way} says which variants, and does not go with {', '.join(found)}"
+        )
     if every:
         return table_variants(archs), []
     chosen: dict[Variant, None] = {}
@@ -155,7 +154,14 @@ def choose(
             held = [Variant(*pair) for pair in record.read(recorded)]
         except (OSError, ValueError) as error:
             raise typer.BadParameter(f"--record: {error}") from None
-        only = archs if given(context, ["arch"]) else {variant.arch for variant in held}
+        there = {variant.arch for variant in held}
+        only = archs if given(context, ["arch"]) else there
+        if not held:
+            raise typer.BadParameter(f"--record: {recorded} has no variants")
+        if not there.intersection(only):
+            raise typer.BadParameter(
+                f"--record: {recorded} has variants for {', '.join(sorted(there))}; --arch is {', '.join(only)}"
+            )
         chosen.update(dict.fromkeys(variant for variant in held if variant.arch in only))
     for text in specs:
         try:
@@ -191,9 +197,11 @@ def check_outputs(
     check_folder(package, "--wheel")
     check_file(report_file, "--json")
     check_plot(drawing)
-    if name and (package is None or not wheel.NAME.fullmatch(name)):
+    if name and package is None:
+        raise typer.BadParameter("--name needs --wheel")
+    if name and not wheel.NAME.fullmatch(name):
         raise typer.BadParameter(
-            f"--name is {name!r}; it must be of a-z, 0-9 and single _ between them, and goes with --wheel"
+            f"--name is {name!r}; it must be of a-z, 0-9 and single _ between them"
         )
 
 
@@ -218,34 +226,48 @@ def command(
     head_dim: Annotated[str, typer.Option(help="D, or DxDV where V's differs: 64,192x128")] = "128",
     mask: Annotated[str, typer.Option(help=", ".join(WINDOWS))] = "full,causal",
     feature: Annotated[str, typer.Option(help=", ".join(FEATURES))] = "",
-    length: Annotated[str, typer.Option(help="Divisible by the tile: even, odd, all.")] = "all",
+    length: Annotated[
+        str, typer.Option(help="Lengths: even (the tile divides them), odd, all.")
+    ] = "all",
     varlen: Annotated[bool, typer.Option("--varlen", help="Packed sequences too.")] = False,
     decode: Annotated[bool, typer.Option("--decode", help="Few queries and caches too.")] = False,
-    paged: Annotated[bool, typer.Option("--paged", help="Those two with a block table.")] = False,
-    append: Annotated[bool, typer.Option("--append", help="--decode with new keys.")] = False,
-    rotary: Annotated[str, typer.Option(help=f"Of new keys: {', '.join(ROTARIES)}")] = "none",
-    strided: Annotated[
-        bool, typer.Option("--strided", help="Hopper: tensors and pages that TMA cannot read too.")
+    paged: Annotated[
+        bool, typer.Option("--paged", help="--varlen and --decode with a block table too.")
     ] = False,
-    every: Annotated[bool, typer.Option("--table", help="All of the tile table.")] = False,
+    append: Annotated[bool, typer.Option("--append", help="--decode with new keys too.")] = False,
+    rotary: Annotated[str, typer.Option(help=f"Of --append: {', '.join(ROTARIES)}")] = "none",
+    strided: Annotated[
+        bool,
+        typer.Option("--strided", help="On Hopper tensors and pages that TMA cannot read too."),
+    ] = False,
+    every: Annotated[
+        bool, typer.Option("--table", help="Instead of calls: all variants of the tile tables.")
+    ] = False,
     recorded: Annotated[
-        Path | None, typer.Option("--record", help="What a program used: RTFLASH_RECORD's file.")
+        Path | None,
+        typer.Option(
+            "--record", help="Instead of calls: RTFLASH_RECORD's file, what a program used."
+        ),
     ] = None,
     spec: Annotated[
-        list[str] | None, typer.Option(help="One variant by its fields, as errors name it.")
+        list[str] | None,
+        typer.Option(help="Instead of calls: variants by their fields, as errors name them."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write .cu, .cubin, .json here.")] = None,
     pack: Annotated[
         Path | None, typer.Option("--bundle", help="Write all kernels into this file.")
     ] = None,
-    add: Annotated[bool, typer.Option("--add", help="Keep what the bundle has.")] = False,
+    add: Annotated[bool, typer.Option("--add", help="Keep what the --bundle has already.")] = False,
     package: Annotated[
-        Path | None, typer.Option("--wheel", help="Write the bundle as a wheel into this folder.")
+        Path | None, typer.Option("--wheel", help="Write them as a wheel into this folder.")
     ] = None,
     name: Annotated[str, typer.Option(help="The wheel's: rtflash_bundle_NAME.")] = "",
     report_file: Annotated[Path | None, typer.Option("--json", help="Write a report here.")] = None,
     drawing: Annotated[
-        Path | None, typer.Option("--plot", help="Draw registers, memory, occupancy here.")
+        Path | None,
+        typer.Option(
+            "--plot", help=f"Draw registers, memory, occupancy here ({', '.join(PLOTS)})."
+        ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = os.cpu_count() or 1,
     allow: Annotated[bool, typer.Option("--allow-faults", help="Exit 0 despite faults.")] = False,
@@ -260,7 +282,7 @@ def command(
     wanted = Inference(varlen, decode, paged, append, rotary)
     check_inference(wanted)
     if add and pack is None:
-        raise typer.BadParameter("--add goes with --bundle")
+        raise typer.BadParameter("--add needs --bundle")
     check_outputs(out, report_file, drawing, package, name)
     check_file(pack, "--bundle")
     try:

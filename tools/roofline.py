@@ -16,6 +16,7 @@ from .bench_inference import ELEMENT_BYTES, HEADS, HEADS_K
 from .chart import COLOURS, Row, implementations, kind, length
 
 DRAWN = ("fwd", "decode")
+NEEDED = ("fwd",)  # one query has its place on a line, which is no picture
 MARKERS = "os^Dv<>pX*"
 FAINT = COLOURS["torch-FA2"]
 GREY = "#6b6b6b"
@@ -90,12 +91,12 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     ImportError
         matplotlib is not installed.
     ValueError
-        There is no row of the forward: one query has its place on a line, which is no picture.
+        There is no row of a mode in NEEDED.
     """
     found = list(points(rows))
-    forward = [point for point in found if point.row["mode"] == "fwd"]
+    forward = [point for point in found if point.row["mode"] in NEEDED]
     if not forward:
-        raise ValueError("there are no rows of mode fwd to plot")
+        raise ValueError(f"there are no rows of mode {', '.join(NEEDED)} to plot")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import typer
@@ -89,10 +89,20 @@ def items(text: str, option: str, allowed: Sequence[str] = ()) -> list[str]:
         The list is empty, or an item is not allowed.
     """
     found = [item for item in re.split(r"[,\s]+", text) if item]
-    if not found or (allowed and not set(found) <= set(allowed)):
-        wanted = f"out of {', '.join(allowed)}" if allowed else "a list with commas"
-        raise typer.BadParameter(f"{option} is {text!r}; it must be {wanted}")
+    if not found:
+        raise typer.BadParameter(f"{option} is {text!r}; it must be a list with commas")
+    if wrong := [item for item in found if allowed and item not in allowed]:
+        raise typer.BadParameter(
+            f"{option} has {wrong[0]!r}; it must be one of {', '.join(allowed)}"
+        )
     return found
+
+
+def one_of(text: str, option: str, allowed: Collection[str]) -> str:
+    """An option that is one of several words; BadParameter if it is not."""
+    if text not in allowed:
+        raise typer.BadParameter(f"{option} is {text!r}; it must be one of {', '.join(allowed)}")
+    return text
 
 
 def numbers(text: str, option: str, most: int) -> list[int]:
@@ -147,7 +157,7 @@ def check_plot(plot: Path | None, option: str = "--plot") -> None:
     if plot is None:
         return
     if plot.suffix not in PLOTS:
-        raise typer.BadParameter(f"{option} is {plot}; it must end in {', '.join(PLOTS)}")
+        raise typer.BadParameter(f"{option} is {plot}; it must end in one of {', '.join(PLOTS)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter(f"{option} needs matplotlib: pip install matplotlib")
     check_file(plot, option)

@@ -62,13 +62,13 @@ def draw(name: str, words: str, folder: Path) -> Path:
 def main(arguments: Sequence[str]) -> None:
     """Make the pictures that the command line asks for, all by default."""
     parser = argparse.ArgumentParser(description="Make docs/screens/*.svg.")
-    parser.add_argument("names", nargs="*", help=f"out of {', '.join(COMMANDS)}; all by default")
+    parser.add_argument("names", nargs="*", help=f"any of {', '.join(COMMANDS)}; all by default")
     parser.add_argument("--cpu", action="store_true", help="bench times the NumPy backend")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pictures")
     given = parser.parse_args(arguments)
     for name in given.names or COMMANDS:
         if name not in COMMANDS:
-            parser.error(f"{name} is none of {', '.join(COMMANDS)}")
+            parser.error(f"names has {name!r}; it must be one of {', '.join(COMMANDS)}")
         words = ON_CPU if given.cpu and name == "bench" else COMMANDS[name]
         print(draw(name, words, given.out))
 

@@ -135,12 +135,16 @@ def candidates(shape: Shape, now: Serving, gpu: Device, given: Sequence[Tile]) -
         except ValueError as error:
             if given:
                 raise typer.BadParameter(
-                    f"--tile: {trial.label(tile)} is none for {shape.said()}: {error}"
+                    f"--tile: {trial.label(tile)} cannot serve {shape.said()}: {error}"
                 ) from None
             continue
+        needed, most = spec.shared_bytes, gpu.shared_bytes_per_block
+        if needed > most and given:
+            raise typer.BadParameter(
+                f"--tile: {trial.label(tile)} needs {needed} bytes of shared memory for {shape.said()}; on {gpu.name}"
+                f" it must be at most {most}"
+            )
         # A tile may be so large that another table serves the shape.
-        if spec.shared_bytes <= gpu.shared_bytes_per_block and tile == tile_of(
-            forward_of(shape, now.table, tile, gpu)[0]
-        ):
+        if needed <= most and tile == tile_of(forward_of(shape, now.table, tile, gpu)[0]):
             fitting.append(tile)
     return list(dict.fromkeys([now.tile, *fitting]))

@@ -200,23 +200,23 @@ def command(
     dims = screen.numbers(head_dim, "--head-dim", MAX_HEAD_DIM)
     seqlens = screen.numbers(seqlen, "--seqlen", bench.LONGEST)
     masks = screen.items(mask, "--mask", list(MASKS))
-    if dtype not in peers.TORCH_DTYPES:
-        raise typer.BadParameter(f"--dtype is {dtype!r}; it must be bf16 or fp16")
-    if rows not in trial.TABLES:
-        raise typer.BadParameter(f"--rows is {rows!r}; it must be one of {', '.join(trial.TABLES)}")
+    screen.one_of(dtype, "--dtype", peers.TORCH_DTYPES)
+    screen.one_of(rows, "--rows", trial.TABLES)
     few = rows == "few"
     if few and (found := screen.given(context, MANY_OPTIONS)):
-        raise typer.BadParameter(f"{', '.join(found)}: not with --rows few")
+        raise typer.BadParameter(f"--rows few does not go with {', '.join(found)}")
     try:
         given = [trial.parse_tile(x) for x in (screen.items(tile, "--tile") if tile else [])]
     except ValueError as error:
         raise typer.BadParameter(f"--tile: {error}") from None
     if any((x.key_warps > 1) != few for x in given):
         raise typer.BadParameter(
-            "--tile: warps split the keys (w4k) with --rows few, and only then"
+            "--tile: with --rows few each must be one whose warps split the keys (w4k), else none"
         )
     if shared and shared not in SMALLER:
-        raise typer.BadParameter(f"--shared is {shared}; it must be one of {list(SMALLER)}")
+        raise typer.BadParameter(
+            f"--shared is {shared}; it must be one of {', '.join(map(str, SMALLER))}"
+        )
     reason = bench.why_not()
     if reason is not None:
         screen.console.print(f"Nothing to measure: {reason}", markup=False)
@@ -224,7 +224,7 @@ def command(
     gpu = device.get(0)
     chip = device.for_arch(SMALLER[shared]) if shared else gpu
     if chip.shared_bytes_per_block > gpu.shared_bytes_per_block:
-        raise typer.BadParameter(f"--shared is {shared}, more than {gpu.name} has")
+        raise typer.BadParameter(f"--shared is {shared}; it must be less than {gpu.name} has")
     done: list[Row] = []
     try:
         for d in dims:
