@@ -299,18 +299,8 @@ __device__ __forceinline__ void consume(const Params& params, const SharedMemory
       mbarrier_wait(smem.v_full(ring.stage), ring.round);
       clear_values_behind(params, block, n_last, smem.v + ring.stage * ValueTile::kBytes,
                           self.thread);
-      int n = n_last - 1;
-      // Two loops where the masks cut the first tiles only.
-      if constexpr (kMask != MaskKind::full) {
 #pragma unroll 1
-        for (; n >= n_begin && (kMask == MaskKind::window || mask.cuts(n)); --n) {
-          work.next<true>(n);
-        }
-      }
-      if constexpr (kMask != MaskKind::window) {
-#pragma unroll 1
-        for (; n >= n_begin; --n) work.next<false>(n);
-      }
+      for (int n = n_last - 1; n >= n_begin; --n) work.next<kMask != MaskKind::full>(n);
       self.release(smem.q_empty(q.stage));
       work.finish();
     } else {
