@@ -25,13 +25,14 @@ constexpr int kConsumerRegisters = kGather           ? 216
 constexpr int kConsumerRows = 64;  // of a warpgroup
 
 // Where the wait for O += P V of the key tile before stands. In straight code ptxas moves it to
-// before the maxima, beside which alone the product then runs; a branch stops it there. Late:
-// behind the loop's branch, after the exponentials. Rescaled first: behind the branch that rescales
-// O, where ptxas moves it among the first exponentials and packs P among the others. (H200: late is
-// 3 to 5 % faster at causal head_dim 128; rescaling first is 1 to 4 % faster at 64 and 96, and
-// level or slower beyond.)
-constexpr bool kLateWait = 96 < kHeadDimV && kHeadDimV <= 192;
-constexpr bool kRescaledFirst = kHeadDimV <= 96;
+// before the maxima, beside which alone the product then runs; a branch stops it there. Rescaled
+// first: behind the branch that rescales O, where ptxas moves it among the first exponentials and
+// packs P among the others. Late: behind the loop's branch, after the exponentials. (H200:
+// rescaling first is 1 to 4 % faster than either up to head_dim 128; at 192 late is up to 2 %
+// faster, at 256 all are level.)
+constexpr int kWidest = kHeadDim < kHeadDimV ? kHeadDimV : kHeadDim;
+constexpr bool kRescaledFirst = kWidest <= 128;
+constexpr bool kLateWait = 128 < kWidest && kWidest <= 192;
 
 // Named barriers: kTurnBarrier + c is warpgroup c's turn to multiply; at kRotatedBarrier + c it has
 // rotated its queries.
