@@ -208,7 +208,6 @@ struct TileWork {
   }
 
   /// Key tile n, and O += P V of the one before.
-  template <bool kMayCut>
   __device__ __forceinline__ void next(int n) {
     if constexpr (kLateWait) take_probabilities();
     const RingPlace<kStages> before = ring;
@@ -221,7 +220,7 @@ struct TileWork {
     wgmma_wait<1>();
     pin(s);
     self.release(smem.k_empty(ring.stage));
-    outgrown = take_scores<kMayCut>(s, n, score, mask, softmax, factor);
+    outgrown = take_scores<kMask != MaskKind::full>(s, n, score, mask, softmax, factor);
     if (kRescaledFirst && outgrown) {
       wgmma_wait<0>();
       pin(o);
@@ -301,7 +300,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedMemory
       clear_values_behind(params, block, n_last, smem.v + ring.stage * ValueTile::kBytes,
                           self.thread);
 #pragma unroll 1
-      for (int n = n_last - 1; n >= n_begin; --n) work.next<kMask != MaskKind::full>(n);
+      for (int n = n_last - 1; n >= n_begin; --n) work.next(n);
       self.release(smem.q_empty(q.stage));
       work.finish();
     } else {

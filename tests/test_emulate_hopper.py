@@ -301,10 +301,6 @@ CLEAN = {
     "reads, fence, barrier, copy": (
         f"{FILLED} fence_proxy_async(); barrier_cta(); load_shared_16(v, {OWN}); barrier_cta(); {LOADED}"
     ),
-    "cp.async that arrive, product": (
-        f"if (warpgroup == 0) {{ for (int i = thread_index(); i < 512; i += 128) cp_async_16(tile + 16 * i,"
-        f" params.k); mbarrier_arrive_copies(many); }} else if (group) {{ mbarrier_wait(many, 0); {PRODUCT} }}"
-    ),
     "an mbarrier between a write and a read": (
         f"if (warpgroup == 0) {{ store_shared_16({OWN}, v); mbarrier_arrive(many); }}"
         f" else {{ mbarrier_wait(many, 0); load_shared_16(v, {OWN} - 2048 * warpgroup); }}"
@@ -354,10 +350,6 @@ FAULTS: dict[str, tuple[str, str | set[str]]] = {
         f"if (first) {{ mbarrier_arrive_expect(once, {TILE_BYTES}); mbarrier_arrive(once); load(tile, once); }}"
         " mbarrier_wait(once, 0);",
         "more arrivals than the mbarrier counts",
-    ),
-    "too many copies that arrive": (
-        "cp_async_16(tile + 16 * thread_index(), params.k); mbarrier_arrive_copies(many); mbarrier_wait(many, 0);",
-        {"more arrivals than the mbarrier counts", "copy that nobody waits for"},
     ),
     "too few arrivals": ("mbarrier_wait(once, 0);", "waits for ever at an mbarrier"),
     "no parity": (f"{LOADED} mbarrier_wait(once, 2);", "parity that is neither 0 nor 1"),

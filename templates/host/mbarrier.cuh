@@ -1,4 +1,4 @@
-// mbarriers: phases, arrivals, and the copies that arrive at them by TMA or cp.async.
+// mbarriers: phases, arrivals, and the copies that arrive at them by TMA.
 //
 // What is copied arrives as late as it may: when a thread waits for a phase to which nothing else
 // is missing. Until then shared memory holds poison. A phase's copies are known (order.cuh) to
@@ -92,23 +92,6 @@ void Worker::count_arrival(int index, uint16 site) {
   }
 }
 
-/// The running thread arrives as soon as its cp.async are done.
-void Worker::arrive_copies(int index) {
-  Mbarrier& barrier = mbarriers[index];
-  std::vector<Copy>& copies = threads[current].copies;
-  barrier.arrivals.push_back(static_cast<int>(copies.size()));
-  for (Copy& copy : copies) {
-    const uint32 first = (copy.address - kSharedBase) / kGranule;
-    for (uint32 i = first; i < first + copy.bytes / kGranule; ++i) {
-      shadows[i].writer = static_cast<uint16>(kByCopies | index);
-      shadows[i].write_clock = barrier.clock;
-    }
-    barrier.copies.push_back(copy);
-  }
-  copies.clear();
-  if (!barrier.waiting.empty()) land(index);
-}
-
 /// What is in flight towards an mbarrier arrives.
 void Worker::land(int index) {
   Mbarrier& barrier = mbarriers[index];
@@ -117,17 +100,7 @@ void Worker::land(int index) {
     std::memcpy(place(copy.address), copy.data.data(), copy.data.size());
     barrier.bytes -= static_cast<int64>(copy.data.size());
   }
-  for (const Copy& copy : barrier.copies) {
-    std::memcpy(place(copy.address), copy.data, copy.bytes);
-  }
-  barrier.missing -= static_cast<int>(barrier.arrivals.size());
-  if (barrier.missing < 0) {
-    find("more arrivals than the mbarrier counts", barrier.site, -1, barrier.address, -1, false);
-    barrier.missing = 0;
-  }
   barrier.bulk_copies.clear();
-  barrier.copies.clear();
-  barrier.arrivals.clear();
   if (barrier.missing == 0 && barrier.bytes == 0) complete_phase(index);
 }
 

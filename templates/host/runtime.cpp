@@ -117,12 +117,6 @@ void mbarrier_arrive(const char* instruction, uint32 address, int bytes, Site si
   if (mbarrier >= 0) worker->arrive(mbarrier, bytes, index);
 }
 
-void mbarrier_arrive_copies(uint32 address, Site site) {
-  const uint16 index = worker->count("cp.async.mbarrier.arrive", site);
-  const int mbarrier = worker->mbarrier_at(address, index);
-  if (mbarrier >= 0) worker->arrive_copies(mbarrier);
-}
-
 void mbarrier_wait(uint32 address, int parity, Site site) {
   const uint16 index = worker->count("mbarrier.try_wait", site);
   const int mbarrier = worker->mbarrier_at(address, index);

@@ -67,7 +67,6 @@ void wait_copies(int pending, Site site);
 /// mbarriers, by their addresses.
 void mbarrier_init(uint32 address, int count, Site site);
 void mbarrier_arrive(const char* instruction, uint32 address, int bytes, Site site);
-void mbarrier_arrive_copies(uint32 address, Site site);
 void mbarrier_wait(uint32 address, int parity, Site site);
 
 /// What the thread did until now is known to the asynchronous proxy; `init`: its mbarriers only.

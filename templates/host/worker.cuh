@@ -143,8 +143,6 @@ struct Mbarrier {
   uint32 made;
   uint16 site;
   std::vector<BulkCopy> bulk_copies;  // in flight
-  std::vector<Copy> copies;           // of threads that arrive when they are there:
-  std::vector<int> arrivals;          // the number of copies of each
   std::vector<int> waiting;           // threads
   std::vector<uint32> gathered;       // what those who arrived in this phase know
   std::vector<uint32> released;       // and those of the last one
@@ -273,7 +271,6 @@ struct Worker {
   void make_mbarrier(uint32 address, int count, uint16 site);
   int mbarrier_at(uint32 address, uint16 site);
   void arrive(int index, int64 bytes, uint16 site);
-  void arrive_copies(int index);
   void wait_mbarrier(int index, int parity, uint16 site);
   void count_arrival(int index, uint16 site);
   void land(int index);

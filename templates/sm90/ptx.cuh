@@ -66,12 +66,6 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32 barrier_smem, int 
                : "memory");
 }
 
-/// Arrives once, as soon as all of the thread's cp.async so far are done.
-__device__ __forceinline__ void mbarrier_arrive_copies(uint32 barrier_smem) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier_smem)
-               : "memory");
-}
-
 /// Waits until the phase of parity `parity` is complete.
 __device__ __forceinline__ void mbarrier_wait(uint32 barrier_smem, int parity) {
   asm volatile(

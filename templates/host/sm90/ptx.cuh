@@ -52,11 +52,6 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32 barrier_smem, int 
   host::mbarrier_arrive("mbarrier.arrive.expect_tx", barrier_smem, bytes, site);
 }
 
-__device__ __forceinline__ void mbarrier_arrive_copies(uint32 barrier_smem,
-                                                       Site site = Site::here()) {
-  host::mbarrier_arrive_copies(barrier_smem, site);
-}
-
 __device__ __forceinline__ void mbarrier_wait(uint32 barrier_smem, int parity,
                                               Site site = Site::here()) {
   host::mbarrier_wait(barrier_smem, parity, site);
