@@ -292,9 +292,6 @@ void Worker::end_block() {
     for (const BulkCopy& copy : each.bulk_copies) {
       find("copy that nobody waits for", copy.site, -1, copy.address, -1, false);
     }
-    for (const Copy& copy : each.copies) {
-      find("copy that nobody waits for", copy.site, -1, copy.address, -1, false);
-    }
   }
 }
 

@@ -103,9 +103,8 @@ struct ThreadCopy {
   static constexpr int kRowStep = kCopyThreads / Tile::kSlabChunks;
   static constexpr int kPasses = (kTileRows + kRowStep - 1) / kRowStep;
   static constexpr bool kPartialPass = kTileRows % kRowStep != 0;
-  // Narrow loads make long code: unrolled, an odd head_dim would take seconds to compile. So would
-  // Hopper's rows copied one by one, whose loaders wait for memory in any case.
-  static constexpr int kPassUnroll = kLoadBytes == kChunkBytes && !kGather ? kPasses : 1;
+  // Narrow loads make long code: unrolled, an odd head_dim would take seconds to compile.
+  static constexpr int kPassUnroll = kLoadBytes == kChunkBytes ? kPasses : 1;
   static_assert(kRowStep % 4 == 0, "the swizzle of a thread's chunk is the same in all its rows");
 
   int row;
