@@ -26,6 +26,8 @@ INTEGERS = (
 
 # Query and key positions are int32 in the kernels, and their sums with a window bound must not overflow.
 MAX_SEQLEN = 2**29
+# Sizes, and so the numbers of rows and pages, are int32 in the kernels.
+SIZES_END = 2**31
 # Bound of softmax_scale, softcap and 1 / softcap: the kernels' fp32 products of them stay finite.
 MAX_FACTOR = 2.0**60
 
@@ -240,6 +242,15 @@ def attention_reasons(
             f"alibi_slopes has shape {shape_text(slopes.shape)}; it must be ({heads},) or ({batch}, {heads})"
         )
     return reasons
+
+
+def size_reasons(tensors: Tensors, names: Names) -> list[str]:
+    """Which of the tensors are longer along an axis than the kernels can count."""
+    return [
+        f"{name} has shape {shape_text(x.shape, name)}; each size must be below {bound(SIZES_END)}"
+        for name, x in named(tensors, names).items()
+        if max(x.shape, default=0) >= SIZES_END
+    ]
 
 
 def device_reasons(places: Mapping[str, View]) -> list[str]:

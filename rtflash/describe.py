@@ -111,6 +111,7 @@ def dense(
         reasons = checks.attention_reasons(tensors, names, batch, (batch, "seqlen_k"))
         for name, x in checks.named(tensors, names, checks.CORE).items():
             reasons += checks.between(f"{name}'s seqlen", x.shape[1], 0, MAX_SEQLEN)
+        reasons += checks.size_reasons(tensors, names)
         reasons += checks.device_reasons(checks.named(tensors, names))
     refuse(reasons + given.reasons)
     return describe(tensors, given, batch=batch, seqlen_q=q.shape[1], seqlen_k=k.shape[1])
@@ -183,6 +184,7 @@ def varlen(
     seqlen_q, seqlen_k = min(max(max_seqlen_q, 1), total_q), min(max_seqlen_k, rows)
     for name, value in zip(longest, (seqlen_q, seqlen_k), strict=False):
         reasons += [] if value < 0 else checks.between(name, value, 0, MAX_SEQLEN)
+    reasons += checks.size_reasons(tensors, names)
     reasons += checks.device_reasons(checks.named(tensors, names))
     refuse(reasons + given.reasons)
     return describe(
@@ -247,6 +249,7 @@ def kvcache(
     reasons += rotary_reasons(tensors, names)
     reasons += checks.between("q's seqlen", q.shape[1], 0, MAX_SEQLEN)
     reasons += checks.between("the cache's capacity", room(tensors), 0, MAX_SEQLEN)
+    reasons += checks.size_reasons(tensors, names)
     reasons += checks.device_reasons(checks.named(tensors, names))
     refuse(reasons + given.reasons)
     return describe(

@@ -84,7 +84,8 @@ def make(
     spec, grid = select.forward(call, gpu)
     settings.logger().debug("%s runs on %s, %s", call, spec.name, grid)
     launches = append_launch(call, tensors, marked) if call.seqlen_new else []
-    launches += forward_launches(call, spec, grid, tensors, marked)
+    if grid.blocks > 0:
+        launches += forward_launches(call, spec, grid, tensors, marked)
     shifts: dict[tuple[int, int], int] = {}
     first = INPUTS + len(views)
     steps = tuple(

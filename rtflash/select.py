@@ -171,14 +171,24 @@ def grid(spec: Spec, problem: Problem, device: Device, splits: int = 1) -> Grid:
     Raises
     ------
     ValueError
-        It would have more CTAs than CUDA launches.
+        It would have more CTAs than CUDA launches, or more tiles or rows than the kernels can count.
     """
     blocks = query_tiles(spec, problem) * splits
-    rows = problem.seqlen_q * (problem.heads // problem.heads_k if spec.pack_gqa else 1)
-    if blocks > MAX_BLOCKS or rows > MAX_BLOCKS:
+    made = f"batch {problem.batch} x heads {problem.heads} x seqlen_q {problem.seqlen_q}"
+    made += f" x {splits} splits" if splits > 1 else ""
+    if spec.isa < 90 and blocks > MAX_BLOCKS:
+        raise ValueError(f"{made} makes {blocks} CTAs; CUDA launches at most {MAX_BLOCKS}")
+    # Its CTAs stay; each counts past the last tile, by a draw of its own that finds none.
+    most_tiles = MAX_BLOCKS - device.sm_count
+    if spec.isa == 90 and blocks > most_tiles:
         raise ValueError(
-            f"batch {problem.batch} x heads {problem.heads} x seqlen_q {problem.seqlen_q} makes {blocks} CTAs;"
-            f" CUDA launches at most {MAX_BLOCKS}"
+            f"{made} makes {blocks} tiles; Hopper's kernel counts at most {most_tiles}, in 32 bits"
+        )
+    group = problem.heads // problem.heads_k if spec.pack_gqa else 1
+    if problem.seqlen_q * group > MAX_BLOCKS:
+        raise ValueError(
+            f"seqlen_q {problem.seqlen_q} x {group} heads of q per head of k make {problem.seqlen_q * group} rows;"
+            f" the kernels count at most {MAX_BLOCKS}"
         )
     pairs = section(problem, device)
     if spec.pack_gqa:

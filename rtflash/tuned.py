@@ -101,15 +101,25 @@ def used() -> Mapping[Key, Tile]:
 
 def tiles(path: Path) -> Mapping[Key, Tile]:
     """The tiles of a file that this rtflash can use; of a missing file none."""
-    found = {}
-    for row in rows(path):
+    return read(path, rows(path))[0]
+
+
+def read(path: Path, held: Iterable[Mapping[str, Any]]) -> tuple[dict[Key, Tile], list[Exception]]:
+    """The tiles of those rows of a file that are this rtflash's, and what is wrong with others of them."""
+    found: dict[Key, Tile] = {}
+    errors: list[Exception] = []
+    for row in filter(is_ours, held):
         try:
-            if {name: row.get(name) for name in bundle.maker()} != bundle.maker():
-                continue
             found[read_row(row)] = Tile(**row["tile"])
         except (KeyError, TypeError, ValueError) as error:
             cache.warn_once("tuned", f"rtflash: {path} holds a tile that cannot be ({error})")
-    return found
+            errors.append(error)
+    return found, errors
+
+
+def is_ours(row: Mapping[str, Any]) -> bool:
+    """Whether this rtflash wrote a row."""
+    return {name: row.get(name) for name in bundle.maker()} == bundle.maker()
 
 
 def read_row(row: Mapping[str, Any]) -> Key:
@@ -150,13 +160,13 @@ def store(measured: Iterable[tuple[Key, Tile | None, Mapping[str, object]]]) -> 
         The file cannot be written.
     """
     path, new = file(), {key: (found, figures) for key, found, figures in measured}
+    replaced = [list(key) for key in new]  # compared, not looked up: a damaged row may hold a list
     path.parent.mkdir(parents=True, exist_ok=True)
     with cache.locked(path):
         kept = [
             row
             for row in rows(path)
-            if tuple(map(row.get, Key._fields)) not in new
-            or {name: row.get(name) for name in bundle.maker()} != bundle.maker()
+            if not is_ours(row) or [row.get(name) for name in Key._fields] not in replaced
         ]
         added = [
             {**key._asdict(), "tile": found._asdict(), **figures, **bundle.maker()}
@@ -175,12 +185,14 @@ def said() -> str:
     held = rows(path)
     if not held:
         return "none: `rtflash tune` finds them"
-    used = tiles(path)
-    gpus = ", ".join(sorted({key.gpu for key in used}))
-    others = len(held) - len(used)
-    parts = [f"{len(used)} tile{'' if len(used) == 1 else 's'} for {gpus or 'no GPU'} in {path}"]
+    found, errors = read(path, held)
+    gpus = ", ".join(sorted({key.gpu for key in found}))
+    others = sum(not is_ours(row) for row in held)
+    parts = [f"{len(found)} tile{'' if len(found) == 1 else 's'} for {gpus or 'no GPU'} in {path}"]
     if others:
         parts.append(f"{others} of another rtflash, not used: run `rtflash tune` again")
+    if errors:
+        parts.append(f"{len(errors)} damaged, not used: run `rtflash tune` again")
     if not settings.tuned():
         parts.append("all ignored (RTFLASH_TUNED=0)")
     return "; ".join(parts)

@@ -178,6 +178,7 @@ def test_tiles_of_another_rtflash_are_not_used(monkeypatch):
         lambda row: row.update(arch="sm"),
         lambda row: row.update(head_dim=None),
         lambda row: row.update(mask=["causal"]),
+        lambda row: row.update(gpu={"name": "A100"}),
     ],
 )
 def test_rows_that_cannot_be_are_passed_over_with_a_warning(edit):
@@ -186,7 +187,12 @@ def test_rows_that_cannot_be_are_passed_over_with_a_warning(edit):
     change(path, edit)
     with pytest.warns(RuntimeWarning, match="holds a tile that cannot be"):
         assert chosen() == before
-    assert "not used" in tuned.said()
+    assert tuned.said().endswith("; 1 damaged, not used: run `rtflash tune` again")
+    assert "another rtflash" not in tuned.said()
+    # What was measured since is kept beside it.
+    tuned.store([(KEY, TILE, {})])
+    assert chosen() == TILE
+    assert f"1 tile for {A100.name} in {path}" in tuned.said()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"rows": 1}', '{"rows": [1]}', "[" * 100000])

@@ -10,7 +10,7 @@ import pytest
 from fake_gpu import FIRST, LIBRARY, FakeGpu, Library, encoded, view
 
 import rtflash
-from rtflash import call, describe, layouts, select, tensor
+from rtflash import call, describe, device, layouts, select, tensor
 from rtflash.other_specs import AppendSpec, CombineSpec
 from rtflash.problem import Tensors
 from rtflash.spec import Spec
@@ -324,3 +324,31 @@ def test_whether_the_lse_is_wanted_must_be_a_truth_value(
     assert isinstance(function(*inputs), View)
     for value in (True, 1):
         assert function(*inputs, **{option: value})[1].dtype == "fp32"
+
+
+def test_an_empty_call_of_more_pairs_than_params_can_hold(gpu: FakeGpu) -> None:
+    """It launches nothing, and so packs nothing."""
+    q = at(1, 2**20, 0, 2**12, 64)
+    k = at(2, 2**20, 5, 2**12, 64)
+    assert rtflash.flash_attn_func(q, k, k).shape == q.shape
+    assert gpu.launched == []
+
+
+@pytest.mark.parametrize(
+    ("arch", "shape", "splits", "words"),
+    [
+        ("sm_80", (2**20, 128, 2**12, 64), 1, r"seqlen_q 128 makes 4294967296 CTAs; CUDA launches"),
+        ("sm_80", (2**14, 128, 2**12, 64), 64, r"x 64 splits makes 8589934592 CTAs; CUDA launches"),
+        ("sm_90a", (2**14, 128, 2**12, 64), 64, r"x 64 splits makes 4294967296 tiles; Hopper's kernel"),
+        ("sm_90a", (1, 9, 2**28, 64), 1, r"seqlen_q 9 x 268435456 heads of q .* make 2415919104 rows;"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_calls_too_large_for_a_grid(
+    arch: str, shape: tuple[int, ...], splits: int, words: str
+) -> None:
+    """Each says what there are too many of: Hopper's CTAs stay, and count tiles."""
+    batch, _, heads, dim = shape
+    k = view(batch, 2**16, 1 if batch == 1 else heads, dim)
+    with pytest.raises(ValueError, match=f"^batch .*{words}|^{words}"):
+        select.forward(describe.dense(view(*shape), k, k, num_splits=splits), device.for_arch(arch))

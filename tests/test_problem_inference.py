@@ -17,6 +17,7 @@ from rtflash import (
     describe,
     device,
     inference,
+    layouts,
     lengths,
     listed,
     merging,
@@ -367,6 +368,81 @@ def test_refusals(name: str) -> None:
     error, message, make = REFUSALS[name]
     with pytest.raises(error, match=message):
         make()
+
+
+MANY = 2**31
+MANY_PAGES = view(MANY, 16, 2, 64)
+MANY_SLOTS = view(7, MANY, 2, 64)
+TOO_LONG: dict[str, tuple[str, Any]] = {
+    "rows of q": ("q", lambda: varlen(VARLEN._replace(q=view(MANY, 4, 64)))),
+    "rows of k": ("k", lambda: varlen(VARLEN._replace(k=view(MANY, 2, 64), v=view(MANY, 2, 64)))),
+    "pages": ("k", lambda: varlen(PAGED._replace(k=MANY_PAGES, v=MANY_PAGES))),
+    "rows of a page": (
+        "k",
+        lambda: varlen(PAGED._replace(k=MANY_SLOTS, v=MANY_SLOTS, block_table=ints(3, 0))),
+    ),
+    "pages of a cache": (
+        "k_cache",
+        lambda: kvcache(PAGED_CACHE._replace(k=MANY_PAGES, v=MANY_PAGES)),
+    ),
+    "rows of a cache's page": (
+        "k_cache",
+        lambda: kvcache(PAGED_CACHE._replace(k=MANY_SLOTS, v=MANY_SLOTS, block_table=ints(3, 0))),
+    ),
+    "rows of a cache": (
+        "k_cache",
+        lambda: kvcache(CACHE._replace(k=view(MANY, 40, 2, 64), v=view(MANY, 40, 2, 64))),
+    ),
+    "positions": (
+        "rotary_cos",
+        lambda: kvcache(ROTARY._replace(rotary_cos=view(MANY, 16), rotary_sin=view(MANY, 16))),
+    ),
+    "heads of an empty call": (
+        "q",
+        lambda: describe.dense(view(1, 0, MANY, 8), view(1, 5, 1, 8), view(1, 5, 1, 8)),
+    ),
+    "sequences of an empty call": (
+        "kv",
+        lambda: describe.dense(
+            view(MANY, 0, 1, 8), *[view(MANY, 5, 1, 8)] * 2, names={"k": "kv", "v": "kv"}
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(TOO_LONG))
+def test_sizes_that_the_kernels_cannot_count(name: str) -> None:
+    """They are int32 in Params."""
+    argument, make = TOO_LONG[name]
+    with pytest.raises(
+        ValueError, match=rf"\b{argument} has shape \(.*; each size must be below 2\^31"
+    ):
+        make()
+
+
+def test_as_many_rows_as_the_kernels_can_count() -> None:
+    """Params holds them."""
+    q, k, pages = view(MANY - 1, 1, 8), view(MANY - 1, 1, 8), view(MANY - 1, 16, 1, 8)
+    offsets, table = ints(4), ints(3, 5)
+    for tensors in (
+        Tensors(q, k, k, cu_seqlens_q=offsets, cu_seqlens_k=offsets),
+        Tensors(q, pages, pages, cu_seqlens_q=offsets, cu_seqlens_k=offsets, block_table=table),
+    ):
+        call = varlen(tensors)
+        for arch in ("sm_80", "sm_90a"):
+            gpu = device.for_arch(arch)
+            spec, grid = select.forward(call, gpu)
+            assert layouts.forward_scalars(call, grid, spec, tensors)
+
+
+def test_expanded_rows_on_the_host_are_refused_as_on_a_gpu() -> None:
+    many = np.broadcast_to(zeros(1, 1, 8), (MANY, 1, 8))
+    few, offsets = zeros(5, 1, 8), int32(0, 5)
+    for q, k, name in ((many, few, "q"), (few, many, "k")):
+        with pytest.raises(
+            ValueError, match=rf"\b{name} has shape \(2147483648, 1, 8\); each size "
+        ):
+            rtflash.flash_attn_varlen_func(q, k, k, offsets, offsets, 5, 5)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "uint16", "float64", "bool"])
