@@ -240,9 +240,11 @@ def on_host(
     """(out, lse) of a call on host arrays, by NumPy or, if RTFLASH_BACKEND says so, by the emulated kernels."""
     call = check(signature, inputs, views_from(seen), options)
     tensors = signature.arrange(*(None if x is None else host(library, x) for x in inputs))
-    emulated = settings.backend() == "emulate"
+    emulated = settings.get().backend == "emulate"
     if emulated:
         from . import emulate
+    else:
+        settings.logger().debug("%s runs on NumPy: its tensors are in host memory", call)
     if signature.dense and not emulated:
         out, lse = cpu.forward(call, *tensors[:4])
     else:

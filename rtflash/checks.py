@@ -53,8 +53,7 @@ def real(name: str, value: object) -> float:
         except OverflowError:
             return math.inf if value > 0 else -math.inf  # type: ignore[operator]
     raise TypeError(
-        f"{name} is a {type(value).__name__};"
-        " it must be a number on the host (int, float, NumPy scalar)"
+        f"{name} is a {kind(value)}; it must be a number on the host (int, float, NumPy scalar)"
     )
 
 
@@ -63,7 +62,7 @@ def integer(name: str, value: object) -> int:
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     raise TypeError(
-        f"{name} is a {type(value).__name__}; it must be an integer on the host (int, NumPy scalar)"
+        f"{name} is a {kind(value)}; it must be an integer on the host (int, NumPy scalar)"
     )
 
 
@@ -78,10 +77,16 @@ def truth(name: str, value: Any) -> bool:
         Another number.
     """
     if not isinstance(value, (Integral, np.bool_)):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be True or False")
+        raise TypeError(f"{name} is a {kind(value)}; it must be True or False")
     if value not in (0, 1):
         raise ValueError(f"{name} is {value!r}; it must be True or False")
     return bool(value)
+
+
+def kind(value: object) -> str:
+    """The type of an option's value, and what to do where jax.jit put it in the place of the caller's."""
+    name = type(value).__name__
+    return f"{name} (jax.jit: name it in static_argnames)" if name.endswith("Tracer") else name
 
 
 def window(name: str, value: Any, causal: bool) -> tuple[int, int]:
@@ -165,8 +170,9 @@ def check_dtypes(tensors: Tensors, names: Names) -> None:
         )
     alike = core | named(tensors, names, ("k_new", "v_new", "rotary_cos", "rotary_sin"))
     if len({x.dtype for x in alike.values()}) > 1:
-        each = ", ".join(f"{name} is {x.dtype}" for name, x in alike.items())
-        raise TypeError(f"{each}; they must have one dtype")
+        (first, wanted), *others = ((name, x.dtype) for name, x in alike.items())
+        odd = ", ".join(f"{name} is {dtype}" for name, dtype in others if dtype != wanted)
+        raise TypeError(f"{first} is {wanted}, {odd}; they must have one dtype (cast first)")
     for fields, dtype in ((("alibi_slopes",), "fp32"), (INTEGERS, "int32")):
         for name, x in named(tensors, names, fields).items():
             if x.dtype != dtype:

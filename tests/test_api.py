@@ -399,7 +399,7 @@ PACKED_REFUSALS: dict[str, tuple[type[Exception], str, Any]] = {
     ),
     "kv's dtype": (
         TypeError,
-        r"^q is fp16, kv is bf16; they must have one dtype$",
+        r"^q is fp16, kv is bf16; they must have one dtype \(cast first\)$",
         lambda b: rtflash.flash_attn_kvpacked_func(
             ones(b, 2, 4, 2, 8), ones(b, 2, 5, 2, 2, 8, dtype="bf16")
         ),

@@ -334,6 +334,7 @@ def test_refusals_come_when_the_call_is_traced(backend: Backend) -> None:
         (TypeError, "k is a ndarray.*as q .jax", lambda q: call(q, np.asarray(k), v)),
         (TypeError, "k is a .*Tracer.*as q .numpy", lambda q: call(np.asarray(k), q, v)),
         (TypeError, "softmax_scale is a .*Tracer", lambda q: call(q, k, v, softmax_scale=q[0, 0, 0, 0])),
+        (TypeError, "causal is a .*static_argnames", lambda q: call(q, k, v, causal=q[0, 0, 0, 0] > 0)),
         (NotImplementedError, "dropout_p", lambda q: call(q, k, v, 0.1)),
         (ValueError, "cache_seqlens is 33", lambda q: append(q, k_cache, v_cache, cache_seqlens=33)),
         (TypeError, "cache_seqlens is a list; it must be an int", lambda q: append(q, k, v, k, v, cache_seqlens=[1])),

@@ -159,7 +159,7 @@ REFUSALS: dict[str, tuple[type[Exception], str, Any]] = {
     ),
     "new keys' dtype": (
         TypeError,
-        "k_cache is fp16, v_cache is fp16, k is bf16",
+        "^q is fp16, k is bf16; they must have one dtype",
         lambda: kvcache(APPEND._replace(k_new=view(3, 2, 2, 64, dtype="bf16"))),
     ),
     "max_seqlen as a float": (TypeError, "max_seqlen_q is a float", lambda: varlen(VARLEN, 6.0)),

@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rtflash
@@ -135,6 +136,19 @@ def test_logger_obeys_the_level(monkeypatch):
     assert not settings.logger().isEnabledFor(logging.DEBUG)
     assert len(log.handlers) == 1
     log.setLevel(logging.NOTSET)
+
+
+def test_a_call_on_the_cpu_is_logged_and_checks_the_settings(monkeypatch, caplog):
+    q = np.ones((1, 2, 1, 8), np.float16)
+    log = logging.getLogger("rtflash")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "level", logging.NOTSET)
+    monkeypatch.setenv("RTFLASH_LOG", "2")
+    rtflash.flash_attn_func(q, q, q)
+    assert "runs on NumPy: its tensors are in host memory" in caplog.text
+    monkeypatch.setenv("RTFLASH_NO_COMPILE", "yes")
+    with pytest.raises(ValueError, match="RTFLASH_NO_COMPILE is 'yes'"):
+        rtflash.flash_attn_func(q, q, q)
 
 
 def test_nothing_else_reads_the_environment():
