@@ -15,6 +15,7 @@ import torch
 
 from . import api, call, inference, merging, tensor
 from .call import Signature
+from .tensor_base import SHORT_NAMES
 from .tensor_direct import no_backward
 
 SCORES = "float? softmax_scale, bool causal, SymInt[] window_size, float softcap"
@@ -24,6 +25,7 @@ VARLEN = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {DENSE}"
 CACHE = f"{SCORES}, bool rotary_interleaved, SymInt num_splits, SymInt cache_seqlen"
 WRITTEN = ("k_cache", "v_cache")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES |= {long: DTYPES[short] for long, short in SHORT_NAMES.items()}
 
 TORCH: Any = tensor.framework(torch.empty(0))
 LIBRARY = torch.library.Library("rtflash", "DEF")
@@ -60,7 +62,8 @@ def combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> tup
     """`flash_attn_combine`, recorded; Dynamo traces this."""
     given = (out_partial, lse_partial, out)
     out_partial, lse_partial, out = with_no_grad(given, ("out_partial", "lse_partial", "out"))
-    out_dtype = DTYPES.get(out_dtype, out_dtype)
+    if isinstance(out_dtype, str):  # "torch.bfloat16" too, as partials.dtype_name
+        out_dtype = DTYPES.get(out_dtype.rpartition(".")[2], out_dtype)
     if out is None:
         return torch.ops.rtflash.flash_attn_combine(out_partial, lse_partial, out_dtype)
     return out, torch.ops.rtflash.flash_attn_combine_into(out_partial, lse_partial, out, out_dtype)

@@ -292,6 +292,26 @@ def test_choices_are_told(monkeypatch, said):
     assert f"blocks={gpu.launched[0].shape[0]}" in line
 
 
+def test_the_first_level_tells_why_hopper_has_another_kernel(monkeypatch, said):
+    """Or why its own does not copy by TMA."""
+    FakeGpu(monkeypatch)
+    monkeypatch.setenv("RTFLASH_LOG", "1")
+    q = view(2, 700, 4, 64)
+    rtflash.flash_attn_func(q, q, q)
+    assert said == []
+    one = q._replace(strides=(0, *q.strides[1:]))
+    rtflash.flash_attn_func(q, one, one)
+    assert [line for line in said if line.startswith("copied row by row, not by TMA: ")]
+    said.clear()
+    pages = view(200, 7, 4, 63)
+    table = view(2, 100, dtype="int32")
+    lengths = view(2, dtype="int32")
+    rtflash.flash_attn_with_kvcache(
+        view(2, 700, 4, 63), pages, pages, cache_seqlens=lengths, block_table=table
+    )
+    assert [line for line in said if line.startswith("not the kernel for Hopper: ")]
+
+
 @pytest.mark.gpu
 def test_an_edited_kernel_runs(monkeypatch, tmp_path):
     """The append's kernel, which is edited to append nothing."""

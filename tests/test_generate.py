@@ -503,6 +503,9 @@ def test_a_record_is_compiled(fake, monkeypatch, tmp_path):
     assert "has no variants" in words(run("--record", tmp_path / "empty.jsonl"))
 
 
+HOPPER = record.text(Spec("bf16", 64, 64, 64, 64, 4, 2, isa=90))
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -514,12 +517,25 @@ def test_a_record_is_compiled(fake, monkeypatch, tmp_path):
             "head_dim is given as 128 and as 64",
         ),
         (
-            ("--arch", "sm_80", "--spec", record.text(Spec("bf16", 64, 64, 64, 64, 4, 2, isa=90))),
+            ("--arch", "sm_80", "--spec", HOPPER),
             "isa is 90",
         ),
         (
             ("--arch", "sm_75", "--spec", record.EXAMPLES["forward"]),
             "isa is 80; for sm_75 it must be 75",
+        ),
+        (
+            ("--arch", "compute_90", "--spec", HOPPER),
+            "isa is 90; for compute_90 it must be 75 or 80: wgmma and setmaxnreg are sm_90a's alone",
+        ),
+        (("--arch", "sm_90a,compute_120", "--spec", HOPPER), "isa is 90; for compute_120 it must"),
+        (
+            ("--arch", "compute_75", "--spec", record.EXAMPLES["forward"]),
+            "isa is 80; for compute_75 it must be 75",
+        ),
+        (
+            ("--arch", "compute_50", "--spec", record.EXAMPLES["forward"]),
+            "arch is compute_50; it must be compute_75 or newer",
         ),
         (("--spec", "kernel=combine,dtype=bf16", "--table"), "--spec"),
         (("--spec", "kernel=combine,dtype=bf16", "--decode"), "--decode"),

@@ -182,6 +182,15 @@ def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options
     return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "float32", "bfloat16", "torch.float16", torch.bfloat16])
+def test_the_result_of_a_merge_has_a_dtype_by_any_of_its_names(dtype: Any) -> None:
+    def merged(out_partial: Any, lse_partial: Any) -> Any:
+        return rtflash.flash_attn_combine(out_partial, lse_partial, out_dtype=dtype)
+
+    parts = torch.randn(2, 3, 5, 4, 8), torch.randn(2, 3, 5, 4)
+    assert_same(compiled(merged)(*parts), merged(*parts))
+
+
 def assert_same(got: Any, wanted: Any) -> None:
     """Equal bits, layouts and places."""
     got, wanted = (x if isinstance(x, tuple) else (x,) for x in (got, wanted))

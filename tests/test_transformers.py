@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from backends import Backend, params
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from rtflash.integrations import transformers as integration  # noqa: E402
 from rtflash.integrations.transformers import register  # noqa: E402
 
 on_both = pytest.mark.parametrize("backend", params("torch-cpu", "torch-cuda"), indirect=True)
@@ -185,6 +189,49 @@ def test_set_attn_implementation_and_another_one_in_between(backend: Backend) ->
         # Transformers keeps the functions of the implementation that was used last.
         transformers.modeling_flash_attention_utils._loaded_implementation = "another"
         assert (made(tokens).logits.float() - wanted).abs().max() < 0.05
+
+
+def older_mask(
+    batch_size: int,
+    cache_position: Any,
+    kv_length: int,
+    kv_offset: int = 0,
+    attention_mask: Any = None,
+) -> None:
+    """Of Transformers 4.53 to 5.3."""
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "other", "words"),
+    [
+        (integration, "flash_attention_mask", older_mask, "q_length of flash_attention_mask and .* q_offset"),
+        (integration.utils, "_flash_with_kvcache_fn", None, "_flash_with_kvcache_fn"),
+        (integration.utils, "_pad_input", None, "_pad_input"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_versions_of_other_functions_are_refused(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, other: Any, words: str
+) -> None:
+    """Before anything is registered: a model's forward would fail else."""
+    monkeypatch.setattr(where, name, other) if other else monkeypatch.delattr(where, name)
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    monkeypatch.setattr(integration.AttentionInterface, "register", None)
+    with pytest.raises(
+        ImportError, match=rf"^Transformers is 4\.57\.1, without .*{words}.*; .* 5\.4 or"
+    ):
+        register()
+
+
+def test_versions_without_the_interface_are_named() -> None:
+    code = (
+        "import sys, transformers; transformers.__version__ = '4.40.0'\n"
+        "sys.modules['transformers.masking_utils'] = None\n"
+        "try: import rtflash.integrations.transformers\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.match(r"Transformers is 4\.40\.0 \(.*\); it must be 5\.4 or newer$", done.stdout)
 
 
 def test_refusals() -> None:

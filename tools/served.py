@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from rtflash import device, listed, select
+from rtflash import device, listed, nvrtc, select
 from rtflash.ahead import Inference, inference_calls
 from rtflash.problem import Problem
 from rtflash.spec import ALIGNMENTS, ELEMENT_BYTES, ISAS, AnySpec, Spec
@@ -110,6 +110,8 @@ def table_variants(archs: Iterable[str]) -> list[Variant]:
 def why_not_on_its_gpu(variant: Variant) -> str | None:
     """None where the GPUs of a variant's architecture can launch it, or are not known here; else the reason."""
     spec, arch = variant
+    if nvrtc.is_ptx(arch) and isinstance(spec, Spec):
+        return why_not_as_ptx(spec, arch)
     try:
         chip = device.for_arch(arch)
     except ValueError:
@@ -123,3 +125,20 @@ def why_not_on_its_gpu(variant: Variant) -> str | None:
     if needed > most:
         return f"{spec.name} needs {needed} bytes of shared memory; for {arch} it must be at most {most}"
     return None
+
+
+def why_not_as_ptx(spec: Spec, arch: str) -> str | None:
+    """None where drivers compile a variant from PTX for an architecture, else the reason."""
+    known = int(arch.removeprefix("compute_"))
+    if known < min(ISAS):
+        return f"arch is {arch}; it must be compute_{min(ISAS)} or newer"
+    isas = [x for x in ISAS if x <= known and x != 90]
+    if spec.isa in isas:
+        return None
+    others = " or ".join(map(str, isas))
+    if spec.isa == 90:
+        return (
+            f"isa is 90; for {arch} it must be {others}: wgmma and setmaxnreg are sm_90a's alone, for which NVRTC makes"
+            " a cubin"
+        )
+    return f"isa is {spec.isa}; for {arch} it must be {others}"

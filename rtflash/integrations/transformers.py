@@ -7,20 +7,34 @@ caches, and says what is causal. It gets rtflash's functions in place of flash_a
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers import modeling_flash_attention_utils as utils
-from transformers.integrations.flash_attention import flash_attention_forward
-from transformers.masking_utils import flash_attention_mask
+import transformers
 
+from .. import checks
 from ..api import flash_attn_func
 from ..inference import flash_attn_varlen_func, flash_attn_with_kvcache
+
+OLDEST = "5.4"
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import modeling_flash_attention_utils as utils
+    from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.masking_utils import flash_attention_mask
+except ImportError as error:
+    raise ImportError(
+        f"Transformers is {transformers.__version__} ({error}); it must be {OLDEST} or newer"
+    ) from error
 
 NAME = "rtflash"
 # What other attention functions of Transformers add to the scores, and rtflash does not.
 ADDED = {"s_aux": "attention sinks", "position_bias": "a position bias"}
+# What Transformers gives to functions that make masks, and what stands beside its lookup of implementations. (That
+# gives five functions, a cache's among them, where the module keeps five.)
+GIVEN = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask")
+BESIDE = ("_lazy_imports", "_flash_with_kvcache_fn", "_pad_input", "_unpad_input")
 
 
 def register() -> None:
@@ -33,13 +47,26 @@ def register() -> None:
     Raises
     ------
     ImportError
-        Transformers is not installed, or of a version without the functions that this needs (5.17 has them).
+        Transformers is not installed, or of a version without the functions that this needs (5.4 to 5.17 have them).
     """
+    check_version()
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, padding_mask)
     # Names with "flash" in them are looked up there; others than flash_attn's are taken for repositories of kernels.
     if not hasattr(utils._lazy_imports, "without_rtflash"):
         utils._lazy_imports = with_rtflash(utils._lazy_imports)
+
+
+def check_version() -> None:
+    """Raise ImportError unless Transformers calls masks, and looks implementations up, as those here expect."""
+    given = inspect.signature(flash_attention_mask).parameters
+    missing = [f"an argument {name} of flash_attention_mask" for name in GIVEN if name not in given]
+    missing += [f"{utils.__name__}.{name}" for name in BESIDE if not hasattr(utils, name)]
+    if missing:
+        raise ImportError(
+            f"Transformers is {transformers.__version__}, without {checks.listed(missing)}; it must be {OLDEST} or"
+            " newer, and have them"
+        )
 
 
 def with_rtflash(lookup: Any) -> Any:
