@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -26,7 +27,7 @@ from rtflash.ahead import Inference
 from rtflash.spec import DTYPES, MAX_HEAD_DIM, ROTARIES
 
 from . import wheel
-from .generated import Outcome, packed, plot, report, table, write
+from .generated import Outcome, edited_file, packed, plot, report, table, write
 from .screen import PLOTS, check_file, check_folder, check_plot, console, given, items, one_of, size
 from .served import (
     FEATURES,
@@ -44,6 +45,11 @@ CALL_OPTIONS = (
     "dtype", "head_dim", "mask", "feature", "length", "varlen", "decode", "paged", "append", "rotary",
     "strided",
 )  # fmt: skip
+
+# select.py's words, which speak of a tensor and of a GPU that nobody named here.
+NO_BF16 = re.compile(r"q is bf16 on .*?; bf16 needs sm_80, use fp16")
+# Seconds between two lines of progress in a log.
+EVERY = 5
 
 
 def compile_all(chosen: Sequence[Variant], jobs: int, lines: bool = True) -> Iterator[Outcome]:
@@ -205,18 +211,30 @@ def check_outputs(
         )
 
 
+def tell(text: str) -> None:
+    """A line with paths, which a terminal may wrap but nothing else breaks."""
+    console.print(escape(text), soft_wrap=True)
+
+
+def counted(count: int, name: str) -> str:
+    """So many of a thing, in words."""
+    return f"{count} {name}{'' if count == 1 else 's'}"
+
+
 def save(kernels: list[bundle.Packed], file: Path | None, package: Path | None, name: str) -> None:
     """Write the bundle and the wheel that are asked for."""
     data = bundle.pack(kernels)
     archs = sorted({kernel.arch for kernel in kernels})
-    content = f"{len(kernels)} kernel{'' if len(kernels) == 1 else 's'} for {', '.join(archs)}"
+    content = f"{counted(len(kernels), 'kernel')} for {', '.join(archs)}"
     if file is not None:
         bundle.write(file, data)
-        console.print(escape(f"bundle: {file}, {content}, {size(len(data))}"), soft_wrap=True)
+        tell(f"bundle: {file}, {content}, {size(len(data))}")
+        tell(f'use it: RTFLASH_BUNDLE="{file.absolute()}" python program.py')
     if package is not None:
         summary = f"Attention kernels of rtflash {rtflash.__version__}, compiled: {content}."
         made = wheel.write(package, name or "_".join(archs), data, summary)
-        console.print(escape(f"wheel: {made}, {content}"), soft_wrap=True)
+        tell(f"wheel: {made}, {content}")
+        tell(f'install it: pip install --no-index "{made}"')
 
 
 def command(
@@ -298,17 +316,24 @@ def command(
         raise typer.Exit(2) from None
     held = held_by(pack, add)
     there = {Variant(kernel.spec, kernel.arch) for kernel in held}
+    asked = chosen
     chosen = [variant for variant in chosen if variant not in there]
     for reason in refused:
+        reason = NO_BF16.sub("bf16 needs sm_80, use --dtype fp16", reason)
         console.print(f"[yellow]skipped[/] {escape(reason)}")
     if refused and not chosen and not held:
         console.print("Nothing is left to compile.")
         raise typer.Exit(2)
+    if not chosen:
+        console.print(
+            f"nothing to compile: {counted(len(asked), 'variant')} asked for, all there already"
+        )
     packing = pack is not None or package is not None
     start = time.perf_counter()
     outcomes = watch(chosen, jobs, out, not packing)
     seconds = time.perf_counter() - start
-    console.print(table(outcomes), crop=False)
+    if outcomes:
+        console.print(table(outcomes), crop=False)
     faulty = [outcome for outcome in outcomes if outcome.faults]
     for outcome in faulty:
         made, arch = outcome.variant
@@ -318,11 +343,7 @@ def command(
     console.print(
         f"\nvariants: {len(outcomes)}, with faults: {len(faulty)}, in {seconds:.1f} s{already}"
     )
-    if report_file is not None:
-        rows = [report(outcome) for outcome in outcomes]
-        report_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if drawing is not None and any(outcome.artifact for outcome in outcomes):
-        plot(outcomes, drawing)
+    tell_files(outcomes, out, report_file, drawing)
     kernels = [*held, *packed(outcomes)]
     if not kernels or (faulty and not allow):
         if packing:
@@ -334,15 +355,51 @@ def command(
         console.print("nothing is kept: --out, --bundle or --wheel would")
 
 
+def tell_files(
+    outcomes: Sequence[Outcome], out: Path | None, report_file: Path | None, drawing: Path | None
+) -> None:
+    """Write report and plot, and say where they and the kernels' files are."""
+    made = [outcome for outcome in outcomes if outcome.artifact is not None]
+    if out is not None and made:
+        kept = list(filter(None, (edited_file(outcome, out) for outcome in made)))
+        for file in kept:
+            console.print(
+                f"[yellow]kept[/] {escape(str(file))}: it was edited, or is of another rtflash; delete it to have it"
+                " written",
+                soft_wrap=True,
+            )
+        tell(f"files: {out}, of {counted(len(made) - len(kept), 'kernel')}")
+        tell(
+            f'use them: edit a kernel.cu, then RTFLASH_OVERRIDE="{out.absolute()}" python program.py'
+        )
+    if report_file is not None:
+        rows = [report(outcome) for outcome in outcomes]
+        report_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        tell(f"report: {report_file}, of {counted(len(rows), 'variant')}")
+    if drawing is not None and made:
+        plot(outcomes, drawing)
+        tell(f"plot: {drawing}")
+
+
 def watch(chosen: Sequence[Variant], jobs: int, out: Path | None, lines: bool) -> list[Outcome]:
-    """Compile with a progress bar and write each variant under `out`; all in `chosen`'s order."""
+    """Compile and write each variant under `out`; all in `chosen`'s order.
+
+    A terminal has a progress bar, a log a line on stderr every EVERY seconds.
+    """
     done: dict[Variant, Outcome] = {}
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    if not console.is_terminal:  # it shows no bar
-        console.print(f"compiling {len(chosen)} variants, {jobs} at a time")
+    if chosen and not console.is_terminal:  # it shows no bar
+        console.print(f"compiling {counted(len(chosen), 'variant')}, {jobs} at a time")
+    start = told = time.perf_counter()
     with Progress(*columns, console=console, transient=True) as progress:
         for outcome in progress.track(compile_all(chosen, jobs, lines), total=len(chosen)):
             done[outcome.variant] = outcome
             if out is not None:
                 write(outcome, out)
+            now = time.perf_counter()
+            if not console.is_terminal and now - told >= EVERY and len(done) < len(chosen):
+                print(
+                    f"{len(done)}/{len(chosen)}, {now - start:.0f} s", file=sys.stderr, flush=True
+                )
+                told = now
     return [done[variant] for variant in chosen]
