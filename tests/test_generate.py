@@ -507,7 +507,10 @@ def test_a_record_is_compiled(fake, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--record", "missing.jsonl"), "--record"),
+        (
+            ("--record", "missing.jsonl"),
+            "--record: there is no missing.jsonl. Calls on a GPU write",
+        ),
         (("--record", __file__), "--record"),
         (("--spec", "kernel=none"), "--spec"),
         (
@@ -529,7 +532,8 @@ def test_a_record_is_compiled(fake, monkeypatch, tmp_path):
         (("--name", "x"), "--name"),
         (("--wheel", ".", "--name", "A-b"), "--name"),
         (("--plot", "x.txt"), "--plot"),
-        (("--bundle", "missing/kernels.zip"), "--bundle"),
+        (("--bundle", "missing/kernels.zip"), "--bundle: there is no folder missing"),
+        (("--spec", "sm80"), "--spec: 'sm80' is no NAME=VALUE"),
         (("--wheel", __file__), "--wheel"),
     ],
 )
@@ -542,6 +546,14 @@ def test_options_that_cannot_be_obeyed_are_refused_before_the_work(
     result = run(*options)
     assert result.exit_code == 2, result.output
     assert named in words(result)
+
+
+def test_an_old_gpu_is_refused_bf16_by_the_option(fake):
+    fake()
+    result = run("--arch", "sm_75,sm_80", "--mask", "full", "--length", "even")
+    assert result.exit_code == 0
+    assert "skipped sm_75: bf16 needs sm_80, use --dtype fp16\n" in result.output
+    assert "variants: 1," in result.output
 
 
 @pytest.mark.parametrize("option", ["--spec", "--record"])

@@ -218,7 +218,7 @@ def load(file: Path) -> list[Row]:
     measured = [row for row in rows if row.get("mode") in list(TITLES)]
     if not measured or not all(map(is_complete, measured)):
         raise ValueError(
-            f"{file} holds no rows of the modes {', '.join(TITLES)}, or some without their shape and figures"
+            f"{file} holds no rows that `rtflash bench --json` writes, or some without their shape and figures"
         )
     return rows
 

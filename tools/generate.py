@@ -158,6 +158,11 @@ def choose(
     if recorded is not None:
         try:
             held = [Variant(*pair) for pair in record.read(recorded)]
+        except FileNotFoundError:
+            raise typer.BadParameter(
+                f"--record: there is no {recorded}. Calls on a GPU write what RTFLASH_RECORD names; those on the CPU"
+                " record nothing"
+            ) from None
         except (OSError, ValueError) as error:
             raise typer.BadParameter(f"--record: {error}") from None
         there = {variant.arch for variant in held}
