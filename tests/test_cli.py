@@ -227,7 +227,10 @@ def test_bench_on_the_cpu(monkeypatch, tmp_path):
     result = run("bench", "--cpu", *options)
     assert result.exit_code == 0
     assert result.stdout.count("float16") == 2  # a row is printed once
-    assert result.stderr.count("float16") == 2  # and for logs as it comes
+    assert "causal  " not in result.stdout.splitlines()[1]
+    assert "mask  " in result.stdout.splitlines()[1]
+    shape = "mode cpu ms/call, dtype float16, d 32, mask {}, s 64, b 1, h 8"
+    assert result.stderr.splitlines() == [shape.format(mask) for mask in ("full", "causal")]
     rows = json.loads(file.read_text(encoding="utf-8"))
     assert [row["causal"] for row in rows] == [False, True]
     assert all(row["mode"] == "cpu ms/call" and row["rtflash"] > 0 for row in rows)
@@ -359,6 +362,7 @@ def test_bench_refuses_what_it_cannot_measure(monkeypatch, tmp_path):
         ("--head-dim", 300),
         ("--seqlen", 99999999999999),
         ("--mode", "host"),
+        ("--dtype", "fp16"),
         ("--plot", tmp_path / "x.png"),
         ("--roofline", tmp_path / "x.png"),
         ("--json", tmp_path),

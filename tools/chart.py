@@ -47,7 +47,7 @@ def table(rows: Sequence[Row], mode: str) -> Group:
     """The rows of one mode; the best of each row is bold."""
     names = implementations(rows)
     shapes = [key for key in SHAPE_KEYS[1:] if any(key in row for row in rows)]
-    headers = [*shapes, *names]
+    headers = [*map(header, shapes), *names]
     best = max if mode in MORE_IS_BETTER else min
     ratios = [ratio(row) for row in rows if mode in MORE_IS_BETTER]
     known = [value for value in ratios if value is not None]
@@ -69,7 +69,12 @@ def table(rows: Sequence[Row], mode: str) -> Group:
 
 def line(row: Row) -> str:
     """A row that is in no table, or not yet."""
-    return ", ".join(f"{key} {kind(value)}" for key, value in row.items())
+    return ", ".join(f"{header(key)} {kind(value)}" for key, value in row.items())
+
+
+def header(key: str) -> str:
+    """What a key of a row is called where `kind` words its value."""
+    return "mask" if key == "causal" else key
 
 
 def kind(value: object) -> str:
