@@ -18,10 +18,27 @@ from .merging import flash_attn_combine, merge_attention_states
 __version__ = "0.1.0"
 
 
+# Imported when they are first asked for.
+_MODULES = ("compat", "integrations")
+_UNDER_FLASH_ATTN = ("bert_padding", "flash_attn_interface")
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        import importlib
+
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _UNDER_FLASH_ATTN:
+        raise AttributeError(
+            f"rtflash.{name} does not exist; after rtflash.compat.install(), `import flash_attn.{name}` gives it"
+        )
     raise AttributeError(
         f"rtflash.{name} does not exist; rtflash {__version__} has {', '.join(__all__)}"
     )
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES])
 
 
 __all__ = [

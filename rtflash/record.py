@@ -24,6 +24,8 @@ EXAMPLES = {
     "combine": "kernel=combine,dtype=bf16",
     "append": "kernel=append,dtype=bf16",
 }
+# A line of a record.
+EXAMPLE_LINE = '{"arch": "sm_80", "kernel": "combine", "spec": {"dtype": "bf16"}}'
 # They are also names of folders. PTX is for a GPU that NVRTC does not know.
 PTX = re.compile(r"compute_\d{2,3}")
 ARCH = re.compile(rf"sm_\d+[af]?|{PTX.pattern}")
@@ -45,13 +47,18 @@ def parse(described: Any) -> tuple[AnySpec, str]:
     ValueError
         It is another object, or says a variant that is none.
     """
-    try:
-        arch, kernel, fields = (described[name] for name in ("arch", "kernel", "spec"))
-        if ARCH.fullmatch(arch):
-            return make(kernel, fields), arch
-    except (KeyError, TypeError):
-        raise ValueError("no variant (a part is missing, or of another type)") from None
-    raise ValueError(f"no variant (arch is {arch!r})")
+    if not isinstance(described, dict):
+        raise ValueError(f"no variant (no object); one is {EXAMPLE_LINE}")
+    parts = {"arch": str, "kernel": str, "spec": dict}
+    if missing := [name for name in parts if name not in described]:
+        raise ValueError(f"no variant without {', '.join(missing)}; one is {EXAMPLE_LINE}")
+    arch, kernel, fields = values = [described[name] for name in parts]
+    sound = all(map(isinstance, values, parts.values()))
+    if not (sound and ARCH.fullmatch(arch) and kernel in KERNELS):
+        raise ValueError(
+            f"no variant (arch is {arch!r}, kernel is {kernel!r}, spec is {fields!r}); one is {EXAMPLE_LINE}"
+        )
+    return make(kernel, fields), arch
 
 
 def make(kernel: str, fields: dict[str, object]) -> AnySpec:
@@ -84,7 +91,12 @@ def from_text(said: str) -> AnySpec:
     ValueError
         It says no variant.
     """
-    pairs = once(item.partition("=")[::2] for item in said.split(","))
+    items = said.split(",")
+    if wrong := [item for item in items if "=" not in item]:
+        raise ValueError(
+            f"{wrong[0]!r} is no NAME=VALUE; a variant must be as {EXAMPLES['forward']}"
+        )
+    pairs = once(item.partition("=")[::2] for item in items)
     kernel = pairs.pop("kernel", "")
     if kernel not in KERNELS:
         names = ", ".join(KERNELS)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import logging
@@ -66,12 +67,13 @@ class Settings:
 
 
 class Row(NamedTuple):
-    """One line of `rtflash info`."""
+    """One line of `rtflash info`; `refused` is the reason why the value is, empty where it is not."""
 
     variable: str
     value: str
     source: str
     meaning: str
+    refused: str = ""
 
 
 def get() -> Settings:
@@ -82,19 +84,7 @@ def get() -> Settings:
     ValueError
         A variable holds something else than it may; the message names it.
     """
-    current = Settings(
-        cache=choice("RTFLASH_CACHE", 2, default=1) == 1,
-        cache_dir=cache_dir(),
-        log=log_level(),
-        backend=backend(),
-        cxx=os.environ.get("RTFLASH_CXX", "").strip(),
-        bundles=bundles(),
-        no_compile=choice("RTFLASH_NO_COMPILE", 2, default=0) == 1,
-        record=place("RTFLASH_RECORD"),
-        dump=place("RTFLASH_DUMP"),
-        override=place("RTFLASH_OVERRIDE"),
-        tuned=tuned(),
-    )
+    current = Settings(**{field: read() for field, read in READERS.values()})
     if current.no_compile and current.override:
         raise ValueError(
             "RTFLASH_OVERRIDE is set and RTFLASH_NO_COMPILE is 1; edited kernels must be compiled: unset one of them"
@@ -166,31 +156,77 @@ def absolute(variable: str, text: str) -> Path:
         ) from None
 
 
+# Of each variable the field of Settings and what reads it.
+READERS: Mapping[str, tuple[str, Callable[[], Any]]] = {
+    "RTFLASH_BACKEND": ("backend", backend),
+    "RTFLASH_BUNDLE": ("bundles", bundles),
+    "RTFLASH_CACHE": ("cache", lambda: choice("RTFLASH_CACHE", 2, default=1) == 1),
+    "RTFLASH_CACHE_DIR": ("cache_dir", cache_dir),
+    "RTFLASH_CXX": ("cxx", lambda: os.environ.get("RTFLASH_CXX", "").strip()),
+    "RTFLASH_DUMP": ("dump", lambda: place("RTFLASH_DUMP")),
+    "RTFLASH_LOG": ("log", log_level),
+    "RTFLASH_NO_COMPILE": ("no_compile", lambda: choice("RTFLASH_NO_COMPILE", 2, default=0) == 1),
+    "RTFLASH_OVERRIDE": ("override", lambda: place("RTFLASH_OVERRIDE")),
+    "RTFLASH_RECORD": ("record", lambda: place("RTFLASH_RECORD")),
+    "RTFLASH_TUNED": ("tuned", tuned),
+}
+
+
+def refused() -> dict[str, str]:
+    """The variables for which `get` raises, each with the reason."""
+    found = {}
+    for variable, (_, read) in READERS.items():
+        try:
+            read()
+        except ValueError as error:
+            found[variable] = str(error)
+    try:
+        with leaving_out(found):
+            get()
+    except ValueError as error:  # each of the two would do alone
+        found["RTFLASH_OVERRIDE"] = str(error)
+    return found
+
+
+@contextlib.contextmanager
+def leaving_out(variables: Iterable[str]) -> Iterator[None]:
+    """The environment is without these variables: for a command that tells of them."""
+    kept = {name: os.environ.pop(name) for name in variables}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
 def describe() -> list[Row]:
-    """Each variable with its value, where the value comes from and what it means."""
-    current = get()
-    values = {
-        "RTFLASH_BACKEND": current.backend,
-        "RTFLASH_BUNDLE": os.pathsep.join(map(str, current.bundles)),
-        "RTFLASH_CACHE": str(int(current.cache)),
-        "RTFLASH_CACHE_DIR": str(current.cache_dir),
-        "RTFLASH_CXX": current.cxx,
-        "RTFLASH_DUMP": str(current.dump or ""),
-        "RTFLASH_LOG": str(current.log),
-        "RTFLASH_NO_COMPILE": str(int(current.no_compile)),
-        "RTFLASH_OVERRIDE": str(current.override or ""),
-        "RTFLASH_RECORD": str(current.record or ""),
-        "RTFLASH_TUNED": str(int(current.tuned)),
-    }
-    return [
-        Row(
-            name,
-            value,
-            "environment" if os.environ.get(name, "").strip() else "default",
-            MEANINGS[name],
+    """Each variable with its value, where the value comes from, what it means and why it is refused, if it is."""
+    wrong = refused()
+    rows = []
+    for name, (_, read) in READERS.items():
+        given = os.environ.get(name, "").strip()
+        value = given if name in wrong else said(read())
+        rows.append(
+            Row(
+                name,
+                value,
+                "environment" if given else "default",
+                MEANINGS[name],
+                wrong.get(name, ""),
+            )
         )
-        for name, value in values.items()
-    ]
+    return rows
+
+
+def said(value: Any) -> str:
+    """A field of Settings as its variable would be set."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return str(int(value))
+        case tuple():
+            return os.pathsep.join(map(str, value))
+    return str(value)
 
 
 def logger() -> logging.Logger:

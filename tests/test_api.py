@@ -376,6 +376,23 @@ def test_names_that_do_not_exist_say_what_does() -> None:
     assert all(hasattr(rtflash, name) for name in rtflash.__all__)
 
 
+def test_submodules_need_no_import_of_their_own() -> None:
+    """In a process that has imported none of them."""
+    code = (
+        "import sys, rtflash; assert 'rtflash.compat' not in sys.modules; rtflash.compat.install();"
+        "assert rtflash.compat is sys.modules['rtflash.compat']; rtflash.integrations;"
+        "assert not hasattr(rtflash.integrations, 'others'); print(*dir(rtflash))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=processes.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == sorted([*rtflash.__all__, "compat", "integrations"])
+
+
 PACKED_REFUSALS: dict[str, tuple[type[Exception], str, Any]] = {
     "qkv in fp32": (
         TypeError,

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -453,6 +454,27 @@ def test_what_is_no_variant_is_refused(wrong):
 def test_a_text_that_is_no_variant_is_refused(text):
     with pytest.raises(ValueError, match=r"kernel is|no variant|must be"):
         record.from_text(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "no variant (no object); one is"),
+        ({"arch": "sm_80"}, "no variant without kernel, spec; one is"),
+        ({"arch": 80, "kernel": "combine", "spec": {}}, "no variant (arch is 80, "),
+        ("sm80", "'sm80' is no NAME=VALUE; a variant must be as kernel=forward,dtype="),
+        ("kernel=combine,bf16", "'bf16' is no NAME=VALUE"),
+        ("dtype=bf16", "kernel is ''; it must be one of forward, combine, append"),
+    ],
+    ids=str,
+)
+def test_what_a_variant_lacks_is_said(given, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        record.from_text(given) if isinstance(given, str) else record.parse(given)
+
+
+def test_the_example_of_a_line_is_one():
+    assert record.parse(json.loads(record.EXAMPLE_LINE)) == (CombineSpec("bf16"), "sm_80")
 
 
 def test_a_name_that_comes_twice_is_refused(tmp_path):

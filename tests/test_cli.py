@@ -126,11 +126,33 @@ def test_info_names_the_gpu():
     assert device.get(0).name in run("info").output
 
 
-def test_bad_setting_is_named(monkeypatch):
-    monkeypatch.setenv("RTFLASH_LOG", "loud")
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"RTFLASH_LOG": "loud"}, "RTFLASH_LOG is 'loud'; it must be one of 0, 1, 2, 3"),
+        ({"RTFLASH_CACHE": "no", "RTFLASH_TUNED": "x"}, "RTFLASH_CACHE is 'no'; it must be"),
+        ({"RTFLASH_NO_COMPILE": "1", "RTFLASH_OVERRIDE": "."}, "unset one of them"),
+    ],
+    ids=["one", "two", "together"],
+)
+def test_info_marks_refused_settings_and_tells_the_rest(monkeypatch, without_gpu, values, reason):
+    """Other commands refuse them."""
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
     result = run("info")
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert "There is no GPU." in shown
+    assert "cache 0 kernels" in shown
+    wrong = [row for row in settings.describe() if row.refused]
+    assert len(wrong) == shown.count("refused.") == (2 if "RTFLASH_TUNED" in values else 1)
+    assert reason in shown
+    for row in settings.describe():
+        assert f"{row.variable} " in shown
+    result = run("cache", "size")
     assert result.exit_code == 2
-    assert "RTFLASH_LOG" in result.output
+    assert next(iter(values)) in result.output
+    assert {*values.items()} <= os.environ.items()
 
 
 def test_cache_commands():
@@ -205,7 +227,10 @@ def test_bench_on_the_cpu(monkeypatch, tmp_path):
     result = run("bench", "--cpu", *options)
     assert result.exit_code == 0
     assert result.stdout.count("float16") == 2  # a row is printed once
-    assert result.stderr.count("float16") == 2  # and for logs as it comes
+    assert "causal  " not in result.stdout.splitlines()[1]
+    assert "mask  " in result.stdout.splitlines()[1]
+    shape = "mode cpu ms/call, dtype float16, d 32, mask {}, s 64, b 1, h 8"
+    assert result.stderr.splitlines() == [shape.format(mask) for mask in ("full", "causal")]
     rows = json.loads(file.read_text(encoding="utf-8"))
     assert [row["causal"] for row in rows] == [False, True]
     assert all(row["mode"] == "cpu ms/call" and row["rtflash"] > 0 for row in rows)
@@ -337,6 +362,7 @@ def test_bench_refuses_what_it_cannot_measure(monkeypatch, tmp_path):
         ("--head-dim", 300),
         ("--seqlen", 99999999999999),
         ("--mode", "host"),
+        ("--dtype", "fp16"),
         ("--plot", tmp_path / "x.png"),
         ("--roofline", tmp_path / "x.png"),
         ("--json", tmp_path),

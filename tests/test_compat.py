@@ -88,6 +88,14 @@ def test_installed_names(installed: None) -> None:
         import flash_attn.layers
 
 
+def test_modules_of_flash_attn_are_told_where_they_are_looked_for() -> None:
+    top, *others = compat.modules()
+    for module in others:
+        name = module.removeprefix(f"{top}.")
+        with pytest.raises(AttributeError, match=rf"rtflash\.compat\.install\(\).*{module}"):
+            getattr(rtflash, name)
+
+
 def test_private_functions_that_libraries_build_on(installed: None) -> None:
     from flash_attn import flash_attn_interface as interface
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 import shlex
 import struct
 import subprocess
@@ -509,7 +510,10 @@ HOPPER = record.text(Spec("bf16", 64, 64, 64, 64, 4, 2, isa=90))
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--record", "missing.jsonl"), "--record"),
+        (
+            ("--record", "missing.jsonl"),
+            "--record: there is no missing.jsonl. Calls on a GPU write",
+        ),
         (("--record", __file__), "--record"),
         (("--spec", "kernel=none"), "--spec"),
         (
@@ -544,7 +548,8 @@ HOPPER = record.text(Spec("bf16", 64, 64, 64, 64, 4, 2, isa=90))
         (("--name", "x"), "--name"),
         (("--wheel", ".", "--name", "A-b"), "--name"),
         (("--plot", "x.txt"), "--plot"),
-        (("--bundle", "missing/kernels.zip"), "--bundle"),
+        (("--bundle", "missing/kernels.zip"), "--bundle: there is no folder missing"),
+        (("--spec", "sm80"), "--spec: 'sm80' is no NAME=VALUE"),
         (("--wheel", __file__), "--wheel"),
     ],
 )
@@ -557,6 +562,14 @@ def test_options_that_cannot_be_obeyed_are_refused_before_the_work(
     result = run(*options)
     assert result.exit_code == 2, result.output
     assert named in words(result)
+
+
+def test_an_old_gpu_is_refused_bf16_by_the_option(fake):
+    fake()
+    result = run("--arch", "sm_75,sm_80", "--mask", "full", "--length", "even")
+    assert result.exit_code == 0
+    assert "skipped sm_75: bf16 needs sm_80, use --dtype fp16\n" in result.output
+    assert "variants: 1," in result.output
 
 
 @pytest.mark.parametrize("option", ["--spec", "--record"])
@@ -617,12 +630,66 @@ def test_faults_leave_no_bundle_unless_allowed(fake, tmp_path):
     assert file.exists()
 
 
+def test_what_is_written_is_told_with_what_to_do_next(fake, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    fake()
+    monkeypatch.chdir(tmp_path)
+    outputs = ("--out", "made", "--bundle", "k.zip", "--json", "r.json", "--plot", "p.png")
+    result = run(*ONE, *outputs, "--jobs", 2)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    for line in (
+        "compiling 1 variant, 2 at a time",
+        "files: made, of 1 kernel",
+        f'use them: edit a kernel.cu, then RTFLASH_OVERRIDE="{tmp_path / "made"}" python program.py',
+        "report: r.json, of 1 variant",
+        "plot: p.png",
+        f'use it: RTFLASH_BUNDLE="{tmp_path / "k.zip"}" python program.py',
+    ):
+        assert line in lines
+    result = run(*ONE, "--bundle", "k.zip", "--add")
+    assert result.exit_code == 0, result.output
+    assert "nothing to compile: 1 variant asked for, all there already" in result.output
+    assert "compiling" not in result.output
+    assert "registers" not in result.output
+
+
+def test_a_log_has_a_line_of_progress_every_few_seconds(fake, monkeypatch):
+    fake()
+    result = run(*ONE, "--head-dim", "32,64,96")
+    assert result.stderr == ""
+    monkeypatch.setattr(generate, "EVERY", 0)
+    result = run(*ONE, "--head-dim", "32,64,96")
+    assert result.stderr.splitlines() == ["1/3, 0 s", "2/3, 0 s"]
+
+
+def test_sources_that_were_edited_are_kept(fake, tmp_path):
+    """With all that lies beside them, as by a dump; other line ends are no edit."""
+    fake(log="a line")
+    options = (*ONE[:-1], "all", "--out", tmp_path)
+    assert run(*options).exit_code == 0
+    first, second, *_ = files = sorted(tmp_path.rglob("kernel.cu"))
+    assert len(files) == 4
+    first.write_bytes(b"// mine")
+    second.write_bytes(second.read_bytes().replace(b"\n", b"\r\n"))
+    for file in (first, second):
+        (file.parent / "build.log").write_bytes(b"mine")
+    result = run(*options)
+    assert result.exit_code == 0, result.output
+    assert first.read_bytes() == b"// mine"
+    assert (first.parent / "build.log").read_bytes() == b"mine"
+    assert (second.parent / "build.log").read_bytes() == b"a line"
+    (kept,) = [line for line in result.output.splitlines() if line.startswith("kept ")]
+    assert str(first) in kept
+    assert f"files: {tmp_path}, of 3 kernels" in result.output
+
+
 def test_a_wheel_is_installed_and_found(fake, loads, monkeypatch, tmp_path):
     fake()
     result = run(*ONE, "--wheel", tmp_path / "wheels", "--name", "my_model")
     assert result.exit_code == 0, result.output
     (file,) = (tmp_path / "wheels").iterdir()
-    assert file.name == f"rtflash_bundle_my_model-{rtflash.__version__}-py3-none-any.whl"
+    assert f'pip install --no-index "{file}"' in result.output
     site = tmp_path / "site é"
     if importlib.util.find_spec("pip"):
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
@@ -630,6 +697,8 @@ def test_a_wheel_is_installed_and_found(fake, loads, monkeypatch, tmp_path):
     else:
         zipfile.ZipFile(file).extractall(site)
     (found,) = metadata.distributions(name="rtflash_bundle_my_model", path=[str(site)])
+    assert file.name == f"rtflash_bundle_my_model-{found.version}-py3-none-any.whl"
+    assert found.version.startswith(f"{rtflash.__version__}+k")
     assert found.requires == [f"rtflash=={rtflash.__version__}"]
     with zipfile.ZipFile(file) as archive:
         for entry in found.files:
@@ -640,6 +709,19 @@ def test_a_wheel_is_installed_and_found(fake, loads, monkeypatch, tmp_path):
     calls = served.problems(["bf16"], [(64, 64)], ["full"], PLAIN, [(8192, 8192)])
     ((spec, _),), _ = served.variants(["sm_80"], calls)
     assert build.kernel(spec, device.for_arch("sm_80")).raw.cubin == b"\x7fELF"
+
+
+def test_other_kernels_make_a_wheel_of_another_version():
+    """Else pip would leave an installed one where it is; the same kernels are the same wheel."""
+    wheel = import_tool("wheel")
+    (first, data), again, (other, _) = (
+        wheel.build("x", kernels, "") for kernels in (b"1", b"1", b"2")
+    )
+    assert (first, data) == again
+    assert first != other
+    assert re.fullmatch(
+        rf"rtflash_bundle_x-{rtflash.__version__}\+k[0-9a-f]{{12}}-py3-none-any.whl", first
+    )
 
 
 def test_report_has_occupancy_and_a_plot(fake, tmp_path):

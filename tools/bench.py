@@ -170,7 +170,8 @@ def command(
     torch_dtypes = [TORCH_DTYPES[name] for name in dtypes]
     if on_cpu and not saved and (found := given(context, GPU_OPTIONS)):
         raise typer.BadParameter(
-            f"--cpu times the NumPy backend alone, and does not go with {', '.join(found)}"
+            "--cpu times the NumPy backend alone, on fp16 tensors (it computes in fp32 whatever the dtype), and does"
+            f" not go with {', '.join(found)}"
         )
     check_file(report, "--json")
     for option, image, needed in (
@@ -190,7 +191,7 @@ def command(
             raise typer.BadParameter(f"--from: {error}") from None
         show(rows)
     elif on_cpu:
-        rows = collected(cpu(dims, seqlens, skipped))
+        rows = collected(cpu(dims, seqlens, skipped), figures=False)
         show(rows)
     else:
         reason = why_not()
@@ -215,17 +216,19 @@ def command(
     write(rows, report, plot, roofline)
 
 
-def collected(rows: Iterator[Row]) -> list[Row]:
+def collected(rows: Iterator[Row], figures: bool = True) -> list[Row]:
     """The rows; a terminal shows the newest one while the next is measured, without a thread that would disturb it.
 
-    Elsewhere each goes to stderr as it comes: a log has them if the run is cut off.
+    Elsewhere each goes to stderr as it comes: a log has them if the run is cut off. Without `figures`, of a short run,
+    only what was measured.
     """
     kept = []
     with Live(console=console, auto_refresh=False, transient=True) as live:
         for row in rows:
             live.update(Text(chart.line(row)), refresh=True)
             if not console.is_terminal:
-                print(chart.line(row), file=sys.stderr, flush=True)
+                shown = row if figures else {key: row[key] for key in SHAPE_KEYS}
+                print(chart.line(shown), file=sys.stderr, flush=True)
             kept.append(row)
     return kept
 

@@ -47,7 +47,7 @@ def table(rows: Sequence[Row], mode: str) -> Group:
     """The rows of one mode; the best of each row is bold."""
     names = implementations(rows)
     shapes = [key for key in SHAPE_KEYS[1:] if any(key in row for row in rows)]
-    headers = [*shapes, *names]
+    headers = [*map(header, shapes), *names]
     best = max if mode in MORE_IS_BETTER else min
     ratios = [ratio(row) for row in rows if mode in MORE_IS_BETTER]
     known = [value for value in ratios if value is not None]
@@ -69,7 +69,12 @@ def table(rows: Sequence[Row], mode: str) -> Group:
 
 def line(row: Row) -> str:
     """A row that is in no table, or not yet."""
-    return ", ".join(f"{key} {kind(value)}" for key, value in row.items())
+    return ", ".join(f"{header(key)} {kind(value)}" for key, value in row.items())
+
+
+def header(key: str) -> str:
+    """What a key of a row is called where `kind` words its value."""
+    return "mask" if key == "causal" else key
 
 
 def kind(value: object) -> str:
@@ -218,7 +223,7 @@ def load(file: Path) -> list[Row]:
     measured = [row for row in rows if row.get("mode") in list(TITLES)]
     if not measured or not all(map(is_complete, measured)):
         raise ValueError(
-            f"{file} holds no rows of the modes {', '.join(TITLES)}, or some without their shape and figures"
+            f"{file} holds no rows that `rtflash bench --json` writes, or some without their shape and figures"
         )
     return rows
 

@@ -31,12 +31,15 @@ PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "cupy", "torch", "jax", "ml
 
 @app.callback(invoke_without_command=True)
 def main(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     """FlashAttention without a build: CUDA kernels compiled for the call at hand, and cached."""
     if version:
         console.print(rtflash.__version__)
         raise typer.Exit
+    if context.invoked_subcommand == "info":
+        return  # which tells of settings that are refused
     try:
         settings.get()
     except ValueError as error:
@@ -46,6 +49,18 @@ def main(
 @app.command()
 def info() -> None:
     """What runs here: GPUs, driver, compiler, cache, settings; and why a GPU is not used."""
+    described = settings.describe()
+    with settings.leaving_out(row.variable for row in described if row.refused):
+        show_machine()
+    table = frameless("setting", "value", "from", "meaning", whole=["setting", "from"])
+    for *cells, meaning, refused in described:
+        shown = f"[red]refused.[/] {escape(refused)}" if refused else escape(meaning)
+        table.add_row(*map(escape, cells), shown)
+    console.print("", table)
+
+
+def show_machine() -> None:
+    """What `info` says but for the settings."""
     rows = frameless()
     rows.add_column(no_wrap=True)
     rows.add_column(overflow="fold")
@@ -61,10 +76,6 @@ def info() -> None:
         rows.add_row("edited kernels", overriding)
     rows.add_row("tuned tiles", escape(tuned.said()))
     console.print(rows)
-    table = frameless("setting", "value", "from", "meaning", whole=["setting", "from"])
-    for row in settings.describe():
-        table.add_row(*(escape(cell) for cell in row))
-    console.print("", table)
 
 
 def installed() -> list[str]:

@@ -7,9 +7,9 @@ head_dim, mask, features, lengths that divide the tile or not, and where sequenc
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -20,14 +20,13 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import rtflash
-from rtflash import artifacts, bundle, device, nvrtc, record, select
+from rtflash import artifacts, device, nvrtc, record, select
 from rtflash.ahead import Inference
 from rtflash.spec import DTYPES, MAX_HEAD_DIM, ROTARIES
 
-from . import wheel
-from .generated import Outcome, packed, plot, report, table, write
-from .screen import PLOTS, check_file, check_folder, check_plot, console, given, items, one_of, size
+from .generated import Outcome, packed, table, write
+from .outputs import check_outputs, counted, held_by, save, tell_files
+from .screen import PLOTS, check_file, console, given, items, one_of
 from .served import (
     FEATURES,
     LENGTHS,
@@ -44,6 +43,11 @@ CALL_OPTIONS = (
     "dtype", "head_dim", "mask", "feature", "length", "varlen", "decode", "paged", "append", "rotary",
     "strided",
 )  # fmt: skip
+
+# select.py's words, which speak of a tensor and of a GPU that nobody named here.
+NO_BF16 = re.compile(r"q is bf16 on .*?; bf16 needs sm_80, use fp16")
+# Seconds between two lines of progress in a log.
+EVERY = 5
 
 
 def compile_all(chosen: Sequence[Variant], jobs: int, lines: bool = True) -> Iterator[Outcome]:
@@ -152,6 +156,11 @@ def choose(
     if recorded is not None:
         try:
             held = [Variant(*pair) for pair in record.read(recorded)]
+        except FileNotFoundError:
+            raise typer.BadParameter(
+                f"--record: there is no {recorded}. Calls on a GPU write what RTFLASH_RECORD names; those on the CPU"
+                " record nothing"
+            ) from None
         except (OSError, ValueError) as error:
             raise typer.BadParameter(f"--record: {error}") from None
         there = {variant.arch for variant in held}
@@ -172,51 +181,6 @@ def choose(
     if wrong := next(filter(None, map(why_not_on_its_gpu, chosen)), None):
         raise typer.BadParameter(f"{way}: {wrong}")
     return list(chosen), []
-
-
-def held_by(file: Path | None, add: bool) -> list[bundle.Packed]:
-    """What is already in the bundle that is to be added to."""
-    if not add or file is None or not file.exists():
-        return []
-    try:
-        found = bundle.read(file)
-        return [bundle.unpack(found, where) for where in found.kernels]
-    except bundle.BundleError as error:
-        raise typer.BadParameter(f"--add: {error}") from None
-
-
-def check_outputs(
-    out: Path | None,
-    report_file: Path | None,
-    drawing: Path | None,
-    package: Path | None,
-    name: str,
-) -> None:
-    """BadParameter if the work could not end in a file that it is asked for."""
-    check_folder(out, "--out")
-    check_folder(package, "--wheel")
-    check_file(report_file, "--json")
-    check_plot(drawing)
-    if name and package is None:
-        raise typer.BadParameter("--name needs --wheel")
-    if name and not wheel.NAME.fullmatch(name):
-        raise typer.BadParameter(
-            f"--name is {name!r}; it must be of a-z, 0-9 and single _ between them"
-        )
-
-
-def save(kernels: list[bundle.Packed], file: Path | None, package: Path | None, name: str) -> None:
-    """Write the bundle and the wheel that are asked for."""
-    data = bundle.pack(kernels)
-    archs = sorted({kernel.arch for kernel in kernels})
-    content = f"{len(kernels)} kernel{'' if len(kernels) == 1 else 's'} for {', '.join(archs)}"
-    if file is not None:
-        bundle.write(file, data)
-        console.print(escape(f"bundle: {file}, {content}, {size(len(data))}"), soft_wrap=True)
-    if package is not None:
-        summary = f"Attention kernels of rtflash {rtflash.__version__}, compiled: {content}."
-        made = wheel.write(package, name or "_".join(archs), data, summary)
-        console.print(escape(f"wheel: {made}, {content}"), soft_wrap=True)
 
 
 def command(
@@ -298,17 +262,24 @@ def command(
         raise typer.Exit(2) from None
     held = held_by(pack, add)
     there = {Variant(kernel.spec, kernel.arch) for kernel in held}
+    asked = chosen
     chosen = [variant for variant in chosen if variant not in there]
     for reason in refused:
+        reason = NO_BF16.sub("bf16 needs sm_80, use --dtype fp16", reason)
         console.print(f"[yellow]skipped[/] {escape(reason)}")
     if refused and not chosen and not held:
         console.print("Nothing is left to compile.")
         raise typer.Exit(2)
+    if asked and not chosen:
+        console.print(
+            f"nothing to compile: {counted(len(asked), 'variant')} asked for, all there already"
+        )
     packing = pack is not None or package is not None
     start = time.perf_counter()
     outcomes = watch(chosen, jobs, out, not packing)
     seconds = time.perf_counter() - start
-    console.print(table(outcomes), crop=False)
+    if outcomes:
+        console.print(table(outcomes), crop=False)
     faulty = [outcome for outcome in outcomes if outcome.faults]
     for outcome in faulty:
         made, arch = outcome.variant
@@ -318,11 +289,7 @@ def command(
     console.print(
         f"\nvariants: {len(outcomes)}, with faults: {len(faulty)}, in {seconds:.1f} s{already}"
     )
-    if report_file is not None:
-        rows = [report(outcome) for outcome in outcomes]
-        report_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if drawing is not None and any(outcome.artifact for outcome in outcomes):
-        plot(outcomes, drawing)
+    tell_files(outcomes, out, report_file, drawing)
     kernels = [*held, *packed(outcomes)]
     if not kernels or (faulty and not allow):
         if packing:
@@ -335,14 +302,24 @@ def command(
 
 
 def watch(chosen: Sequence[Variant], jobs: int, out: Path | None, lines: bool) -> list[Outcome]:
-    """Compile with a progress bar and write each variant under `out`; all in `chosen`'s order."""
+    """Compile and write each variant under `out`; all in `chosen`'s order.
+
+    A terminal has a progress bar, a log a line on stderr every EVERY seconds.
+    """
     done: dict[Variant, Outcome] = {}
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    if not console.is_terminal:  # it shows no bar
-        console.print(f"compiling {len(chosen)} variants, {jobs} at a time")
+    if chosen and not console.is_terminal:  # it shows no bar
+        console.print(f"compiling {counted(len(chosen), 'variant')}, {jobs} at a time")
+    start = told = time.perf_counter()
     with Progress(*columns, console=console, transient=True) as progress:
         for outcome in progress.track(compile_all(chosen, jobs, lines), total=len(chosen)):
             done[outcome.variant] = outcome
             if out is not None:
                 write(outcome, out)
+            now = time.perf_counter()
+            if not console.is_terminal and now - told >= EVERY and len(done) < len(chosen):
+                print(
+                    f"{len(done)}/{len(chosen)}, {now - start:.0f} s", file=sys.stderr, flush=True
+                )
+                told = now
     return [done[variant] for variant in chosen]

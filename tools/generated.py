@@ -45,9 +45,21 @@ class Outcome(NamedTuple):
         return faults + list(self.artifact.warnings)
 
 
-def write(outcome: Outcome, folder: Path) -> None:
-    """Put a variant's files under `folder`/<arch>/<name>/, as the cache has them, and launch.json."""
+def edited_file(outcome: Outcome, folder: Path) -> Path | None:
+    """The source of a variant under `folder` that is another one than was compiled; None where there is none."""
     if outcome.artifact is None:
+        return None
+    file = dump.folder(folder, *outcome.variant) / dump.SOURCE
+    compiled = artifacts.to_entry(outcome.artifact).files[dump.SOURCE]
+    return file if dump.is_edited(file, compiled) else None
+
+
+def write(outcome: Outcome, folder: Path) -> None:
+    """Put a variant's files under `folder`/<arch>/<name>/, as the cache has them, and launch.json.
+
+    Where somebody has edited the source, all stays as it is.
+    """
+    if outcome.artifact is None or edited_file(outcome, folder):
         return
     spec, arch = outcome.variant
     entry = artifacts.to_entry(outcome.artifact)

@@ -133,6 +133,8 @@ def check_file(file: Path | None, option: str) -> None:
     try:
         if file is None or (file.exists() and not (file.is_file() or file.is_dir())):
             return  # opening a pipe twice would end it
+        if not file.parent.exists():
+            raise typer.BadParameter(f"{option}: there is no folder {file.parent}")
         there = os.path.lexists(file)
         file.open("ab").close()
         if not there:

@@ -19,18 +19,26 @@ NAME = re.compile(r"[a-z0-9]+(_[a-z0-9]+)*")
 
 
 def build(name: str, kernels: bytes, summary: str) -> tuple[str, bytes]:
-    """File name and bytes of the wheel of the package rtflash_bundle_`name`; a bundle's bytes decide them."""
-    package, version = f"{bundle.PACKAGE}{name}", rtflash.__version__
+    """File name and bytes of the wheel of the package rtflash_bundle_`name`; a bundle's bytes decide them.
+
+    Its version is rtflash's with the kernels' digest as the local part: pip leaves an installed wheel where the version
+    is the same. The k keeps a part of mere digits from being read as a number, whose zeros in front go.
+    """
+    ours = rtflash.__version__
+    package, version = (
+        f"{bundle.PACKAGE}{name}",
+        f"{ours}+k{hashlib.sha256(kernels).hexdigest()[:12]}",
+    )
     info = f"{package}-{version}.dist-info"
     files = {
         f"{package}/__init__.py": f'"""{summary}"""\n'.encode(),
         f"{package}/{bundle.PACKAGED}": kernels,
         f"{info}/METADATA": (
             f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: {version}\nSummary: {summary}\n"
-            f"Requires-Python: >=3.10\nRequires-Dist: rtflash=={version}\n"
+            f"Requires-Python: >=3.10\nRequires-Dist: rtflash=={ours}\n"
         ).encode(),
         f"{info}/WHEEL": (
-            f"Wheel-Version: 1.0\nGenerator: rtflash {version}\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            f"Wheel-Version: 1.0\nGenerator: rtflash {ours}\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         ).encode(),
     }
     record = [f"{path},sha256={digest(data)},{len(data)}" for path, data in files.items()]
