@@ -35,22 +35,20 @@ struct Score {
   /// What the exponential still multiplies its argument by.
   __device__ __forceinline__ float exponent_scale() const { return kPrescale ? 1.f : scale; }
 
-  /// Scales, caps and biases the scores of key tile n. Column numbers are compile-time constants:
-  /// slope * distance is one fma from that of the row and this lane's first column.
+  /// Scales, caps and biases the scores of key tile n.
   __device__ __forceinline__ void apply(ScoreTile& s, int n) const {
     if constexpr (kPrescale) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int own = kPackGqa ? r : 0;
-        const int row = kPackGqa ? 0 : 8 * r;
-        const float slope = slope_log2[own];
-        const float first_bias = slope * static_cast<float>(diagonal[own] + row - n * kBlockN);
+      for (int m = 0; m < kMmaM; ++m) {
 #pragma unroll
         for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& x = s[r / 2][j][r % 2 * 2 + i];
-            x = score(x, fmaf(slope, -static_cast<float>(8 * j + i), first_bias));
+          for (int i = 0; i < 4; ++i) {
+            const int r = 2 * m + i / 2;
+            const int own = kPackGqa ? r : 0;
+            const int row = kPackGqa ? 0 : 8 * r;
+            const int distance = diagonal[own] + row - n * kBlockN - 8 * j - i % 2;
+            s[m][j][i] = score(s[m][j][i], slope_log2[own], distance);
           }
         }
       }
@@ -70,13 +68,13 @@ struct Score {
     return square < 0.01f ? series : quotient;
   }
 
-  /// `bias`: ALiBi's slope times the query's position minus the key's, log2 units.
-  __device__ __forceinline__ float score(float raw, float bias) const {
+  /// `distance`: the query's position minus the key's.
+  __device__ __forceinline__ float score(float raw, float slope, int distance) const {
     float x = raw * scale;
     if constexpr (kSoftcap) {
       x = softcap_log2 * hyperbolic_tangent(x);
     }
-    if constexpr (kAlibi) x -= fabsf(bias);
+    if constexpr (kAlibi) x -= slope * static_cast<float>(abs(distance));
     return x;
   }
 };

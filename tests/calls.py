@@ -141,9 +141,17 @@ def inputs(call: Call) -> Inputs:
 
     factors = (call.magnitude, call.magnitude, 1.0)
     q, k, v = (draw(*given) for given in zip(call.shapes, call.layouts, factors, strict=True))
-    shape = {"": None, "heads": (call.heads,), "batch": (call.batch, call.heads)}[call.alibi]
-    slopes = None if shape is None else (random.random(shape, np.float32) * np.float32(0.3))
-    return Inputs(q, k, v, slopes)
+    return Inputs(q, k, v, draw_slopes(random, call.alibi, call.batch, call.heads))
+
+
+def draw_slopes(random: np.random.Generator, kind: str, batch: int, heads: int) -> NDArray | None:
+    """ALiBi's slopes for "heads" or "batch": up to 0.3, those of odd heads negative and a tenth of that."""
+    shape = {"": None, "heads": (heads,), "batch": (batch, heads)}[kind]
+    if shape is None:
+        return None
+    slopes = random.random(shape, np.float32) * np.float32(0.3)
+    slopes[..., 1::2] *= np.float32(-0.1)
+    return slopes
 
 
 @functools.lru_cache(maxsize=8)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from backends import ALL_BACKENDS, Backend, params
+from calls import draw_slopes
 from compare import check, check_lse
 from layouts import OFFSETS, decode, encode, strides_of
 from numpy.typing import NDArray
@@ -91,8 +92,7 @@ class Options:
         return decode(encode(values, self.dtype), self.dtype)
 
     def slopes(self, random: np.random.Generator, batch: int) -> NDArray | None:
-        shape = {"": None, "heads": (self.heads,), "batch": (batch, self.heads)}[self.alibi]
-        return None if shape is None else random.random(shape, np.float32) * np.float32(0.3)
+        return draw_slopes(random, self.alibi, batch, self.heads)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@
 
 extern "C" {
 int abs(int);
-float fabsf(float);
 float fmaxf(float, float);
 float fmaf(float, float, float);
 int printf(const char*, ...);
