@@ -128,14 +128,17 @@ struct OnlineSoftmax {
   }
 
   __device__ __forceinline__ void rescale(const float (&tile_max)[kRows], OutputTile& o) {
-    float factor[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const float grown = fmaxf(reference[r], tile_max[r]);
-      factor[r] = exp2_approx(reference[r] - grown);
+      const float factor = exp2_approx(reference[r] - grown);
       reference[r] = grown;
-      row_sum[r] *= factor[r];
+      row_sum[r] *= factor;
+#pragma unroll
+      for (int j = 0; j < kMmaV; ++j) {
+        o[r / 2][j][r % 2 * 2] *= factor;
+        o[r / 2][j][r % 2 * 2 + 1] *= factor;
+      }
     }
-    rescale_by(factor, o);
   }
 };

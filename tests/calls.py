@@ -25,7 +25,7 @@ from rtflash.problem import Problem
 
 @dataclass(frozen=True)
 class Call:
-    """Shapes, options and layouts of one call. `layouts` are those of q, k, v; `alibi` is "", "heads" or "batch"."""
+    """Shapes, options and layouts of one call. `layouts` are those of q, k, v; `alibi`: see draw_slopes."""
 
     seqlen_q: int = 97
     seqlen_k: int = 129
@@ -145,12 +145,13 @@ def inputs(call: Call) -> Inputs:
 
 
 def draw_slopes(random: np.random.Generator, kind: str, batch: int, heads: int) -> NDArray | None:
-    """ALiBi's slopes for "heads" or "batch": up to 0.3, those of odd heads negative and a tenth of that."""
-    shape = {"": None, "heads": (heads,), "batch": (batch, heads)}[kind]
+    """ALiBi's slopes up to 0.3; of "signed" those of odd heads are negative, and a tenth of that."""
+    shape = {"": None, "heads": (heads,), "signed": (heads,), "batch": (batch, heads)}[kind]
     if shape is None:
         return None
     slopes = random.random(shape, np.float32) * np.float32(0.3)
-    slopes[..., 1::2] *= np.float32(-0.1)
+    if kind == "signed":
+        slopes[1::2] *= np.float32(-0.1)
     return slopes
 
 

@@ -149,6 +149,7 @@ def test_softcap(backend: Backend, call: Call) -> None:
         for mask in MASKS
     ),
     *(Call(alibi="batch", softcap=20.0, magnitude=3.0, **mask) for mask in MASKS),
+    *(Call(97, 129, alibi="signed", heads=4, heads_k=2, **mask) for mask in MASKS),
 )
 def test_alibi(backend: Backend, call: Call) -> None:
     run(backend, call)

@@ -156,6 +156,7 @@ def test_lengths(backend: Backend, call: CacheCall) -> None:
     *(CacheCall(seqlen_q=sq, softcap=5.0, scale=0.5, dtype="bf16", **MASKS[1]) for sq in (1, 6)),
     CacheCall(seqlen_q=2, scale=-0.3, causal=True),
     CacheCall(seqlen_q=2, scale=0.0, alibi="batch", softcap=2.0),
+    CacheCall(seqlen_q=2, alibi="signed", heads=8, causal=True),
 )
 def test_score_terms(backend: Backend, call: CacheCall) -> None:
     run(backend, call)

@@ -176,6 +176,7 @@ def test_more_grouped_heads(backend: Backend, call: VarlenCall) -> None:
     *(VarlenCall(alibi=kind, **mask) for kind in ("heads", "batch") for mask in MASKS),
     *(VarlenCall(softcap=cap, dtype="bf16", scale=0.5, **mask) for cap in (5.0,) for mask in MASKS),
     VarlenCall(alibi="batch", softcap=20.0, causal=True, dtype="bf16", head_dim=40),
+    VarlenCall(alibi="signed", causal=True),
     VarlenCall(scale=-0.3, causal=True),
     VarlenCall(scale=0.0),
 )
