@@ -5,7 +5,8 @@
 //
 // The softmax of a key tile runs while O += P V of the tile before is computed, and while the other
 // warpgroups multiply: they take turns to start their products. Tiles flow from right to left, so
-// that those which masks cut come first. (FlashAttention-3: Shah et al., 2024.)
+// that the sequence's ragged end, which is masked and cleared, comes first. (FlashAttention-3: Shah
+// et al., 2024.)
 #include "block.cuh"
 #include "mask.cuh"
 #include "query.cuh"

@@ -79,9 +79,8 @@ def test_signatures_are_those_of_flash_attention(name: str) -> None:
     assert kinds == [plain] * (len(required) + len(options)) + [keyword] * len(ours)
 
 
-def test_import_is_light() -> None:
-    """`import rtflash` brings in no CuPy, torch, JAX or Jinja."""
-    code = "import json, sys; import rtflash; print(json.dumps(sorted(sys.modules)))"
+def output_of(code: str) -> str:
+    """What a fresh interpreter prints that runs the code."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=processes.environment(),
@@ -89,7 +88,13 @@ def test_import_is_light() -> None:
         text=True,
         check=True,
     )
-    assert not {"cupy", "torch", "jax", "jinja2", "filelock"} & set(json.loads(done.stdout))
+    return done.stdout
+
+
+def test_import_is_light() -> None:
+    """`import rtflash` brings in no CuPy, torch, JAX or Jinja."""
+    code = "import json, sys; import rtflash; print(json.dumps(sorted(sys.modules)))"
+    assert not {"cupy", "torch", "jax", "jinja2", "filelock"} & set(json.loads(output_of(code)))
 
 
 def ones(backend: Backend, *shape: int, dtype: str = "fp16") -> Any:
@@ -383,14 +388,7 @@ def test_submodules_need_no_import_of_their_own() -> None:
         "assert rtflash.compat is sys.modules['rtflash.compat']; rtflash.integrations;"
         "assert not hasattr(rtflash.integrations, 'others'); print(*dir(rtflash))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=processes.environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == sorted([*rtflash.__all__, "compat", "integrations"])
+    assert output_of(code).split() == sorted([*rtflash.__all__, "compat", "integrations"])
 
 
 PACKED_REFUSALS: dict[str, tuple[type[Exception], str, Any]] = {
