@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 TILE_ALIGNMENT = 1024  # bytes; of a tile that TMA swizzles
 MBARRIER_BYTES = 8
 PLACE_BYTES = 64
@@ -25,26 +27,42 @@ def extra_bytes(q_stages: int, stages: int) -> int:
     return TILE_ALIGNMENT + (q_stages + 2) * PLACE_BYTES + 2 * buffers * MBARRIER_BYTES
 
 
-def wgmma_variables(dtype: str, score: int, output: int) -> dict[str, str]:
-    """Operands of wgmma in inline assembly, where each register of the accumulators has a number of its own.
+def wgmma_variables(dtype: str, head_dim: int, keys: int, head_dim_v: int) -> dict[str, str]:
+    """The two products as inline assembly: a wgmma for each k16 step, and its operands.
 
-    `score`, `output`: columns of S and of O.
+    S = Q K^T is m64 x `keys` x `head_dim`, O += P V is m64 x `head_dim_v` x `keys`; all multiples of 16.
     """
-    widths = {"score": score, "output": output}
-    texts = {"wgmma_types": {"fp16": "f16.f16", "bf16": "bf16.bf16"}[dtype]}
-    for name, width in widths.items():
-        registers = width // 2  # of a thread
-        tiles = [(i // 4, i % 4) for i in range(registers)]
-        texts |= {
-            f"{name}_shape": f"n{width}",
-            f"{name}_registers": ", ".join(f"%{i}" for i in range(registers)),
-            f"{name}_operands": ", ".join(f'"+f"(d[0][{j}][{i}])' for j, i in tiles),
-        }
-    scores, outputs = score // 2, output // 2
-    return texts | {
-        "score_a": f"%{scores}",
-        "score_b": f"%{scores + 1}",
-        "score_add": f"%{scores + 2}",
-        "output_a": ", ".join(f"%{outputs + i}" for i in range(4)),
-        "output_b": f"%{outputs + 4}",
+    types = {"fp16": "f16.f16", "bf16": "bf16.bf16"}[dtype]
+
+    def product(columns: int, operands: Iterable[str]) -> str:
+        """One wgmma for each of `operands`: what stands behind the accumulator's registers, %0 and up."""
+        shape = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{types}"
+        registers = ", ".join(f"%{i}" for i in range(columns // 2))
+        return "".join(f"{shape} {{{registers}}}, {rest};\\n" for rest in operands)
+
+    def accumulator(columns: int) -> str:
+        return ", ".join(f'"+f"(d[0][{i // 4}][{i % 4}])' for i in range(columns // 2))
+
+    def descriptors(name: str, steps: int) -> list[str]:
+        return [f'"l"({name}.of_step[{k}])' for k in range(steps)]
+
+    steps, add = head_dim // 16, keys // 2  # %add: the first operand of S behind the accumulator
+    q = add + 1
+    scores = (
+        f"%{q + k}, %{q + steps + k}, {'1' if k else 'add'}, 1, 1, 0, 0" for k in range(steps)
+    )
+    key_steps, p = keys // 16, head_dim_v // 2
+    v = p + 4 * key_steps
+    outputs = (
+        f"{{{', '.join(f'%{p + 4 * k + i}' for i in range(4))}}}, %{v + k}, 1, 1, 1, 1"
+        for k in range(key_steps)
+    )
+    fragments = [f'"r"(a[{k}][{i}])' for k in range(key_steps) for i in range(4)]
+    return {
+        "score_product": f"{{.reg .pred add;\\nsetp.ne.b32 add, %{add}, 0;\\n{product(keys, scores)}}}",
+        "score_accumulator": accumulator(keys),
+        "score_operands": ", ".join((*descriptors("a", steps), *descriptors("b", steps))),
+        "output_product": product(head_dim_v, outputs),
+        "output_accumulator": accumulator(head_dim_v),
+        "output_operands": ", ".join((*fragments, *descriptors("b", key_steps))),
     }

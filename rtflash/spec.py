@@ -255,7 +255,9 @@ class Spec:
 
     def variables(self) -> dict[str, str]:
         """What config.cuh may use as ${...}: every field as C++ text, and derived sizes."""
-        columns_o = -(-self.head_dim_v // MMA_M) * MMA_M
+        columns_q, columns_o = (
+            -(-dim // MMA_M) * MMA_M for dim in (self.head_dim, self.head_dim_v)
+        )
         return field_texts(self) | {
             "name": self.name,
             "kernel": "forward",
@@ -266,7 +268,7 @@ class Spec:
             "q_stages": str(self.q_stages),
             "shared_bytes": str(self.shared_bytes),
             **(
-                hopper.wgmma_variables(self.dtype, self.block_n, columns_o)
+                hopper.wgmma_variables(self.dtype, columns_q, self.block_n, columns_o)
                 if self.isa == 90
                 else {}
             ),

@@ -93,21 +93,15 @@ constexpr int kQueryStages = ${q_stages};  // buffers of Q
 constexpr int kSharedBytes = ${shared_bytes};
 static_assert(kThreads == (kConsumers + 1) * kWarpgroupThreads, "one warpgroup more, to load");
 
-// wgmma names each register of an accumulator: S is m64 x kBlockN, O m64 x 8 kMmaV. Operands behind
-// the accumulator have the numbers that follow.
+// The two products of a key tile for inline assembly, see sm90/ptx.cuh: all wgmma of one in one
+// statement, which names each register.
 // clang-format off
-#define WGMMA_TYPES "${wgmma_types}"
-#define SCORE_SHAPE "${score_shape}"
-#define SCORE_REGISTERS "${score_registers}"
-#define SCORE_OPERANDS(d) ${score_operands}
-#define SCORE_A "${score_a}"
-#define SCORE_B "${score_b}"
-#define SCORE_ADD "${score_add}"
-#define OUTPUT_SHAPE "${output_shape}"
-#define OUTPUT_REGISTERS "${output_registers}"
-#define OUTPUT_OPERANDS(d) ${output_operands}
-#define OUTPUT_A "${output_a}"
-#define OUTPUT_B "${output_b}"
+#define SCORE_PRODUCT "${score_product}"
+#define SCORE_ACCUMULATOR(d) ${score_accumulator}
+#define SCORE_OPERANDS(a, b) ${score_operands}
+#define OUTPUT_PRODUCT "${output_product}"
+#define OUTPUT_ACCUMULATOR(d) ${output_accumulator}
+#define OUTPUT_OPERANDS(a, b) ${output_operands}
 // clang-format on
 //% endif
 

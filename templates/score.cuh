@@ -47,8 +47,10 @@ struct Score {
             const int r = 2 * m + i / 2;
             const int own = kPackGqa ? r : 0;
             const int row = kPackGqa ? 0 : 8 * r;
-            const int distance = diagonal[own] + row - n * kBlockN - 8 * j - i % 2;
-            s[m][j][i] = score(s[m][j][i], slope_log2[own], distance);
+            // Whole numbers of fp32, exact: one conversion a row.
+            const float first = static_cast<float>(diagonal[own] + row - n * kBlockN);
+            s[m][j][i] =
+                score(s[m][j][i], slope_log2[own], first - static_cast<float>(8 * j + i % 2));
           }
         }
       }
@@ -69,12 +71,12 @@ struct Score {
   }
 
   /// `distance`: the query's position minus the key's.
-  __device__ __forceinline__ float score(float raw, float slope, int distance) const {
+  __device__ __forceinline__ float score(float raw, float slope, float distance) const {
     float x = raw * scale;
     if constexpr (kSoftcap) {
       x = softcap_log2 * hyperbolic_tangent(x);
     }
-    if constexpr (kAlibi) x -= slope * static_cast<float>(abs(distance));
+    if constexpr (kAlibi) x -= slope * fabsf(distance);
     return x;
   }
 };

@@ -668,8 +668,8 @@ FAULTS = (
     Fault(
         "ALiBi's distance signed",
         "score.cuh",
-        "static_cast<float>(abs(distance))",
-        "static_cast<float>(distance)",
+        "fabsf(distance)",
+        "distance",
         "features",
     ),
     Fault("ALiBi's rows", "score.cuh", "r = 2 * m + i / 2;", "r = 2 * m + i % 2;", "features"),
@@ -1231,15 +1231,15 @@ FAULTS = (
     Fault(
         "S is not committed",
         GROUPS_MMA,
-        "k_tile + column_step<KeyTile>(k), k != 0);\n  }\n  wgmma_commit();\n",
-        "k_tile + column_step<KeyTile>(k), k != 0);\n  }\n",
+        "(k_tile), false);\n  wgmma_commit();\n",
+        "(k_tile), false);\n",
         "groups",
     ),
     Fault(
         "S added to what was there",
         GROUPS_MMA,
-        "column_step<KeyTile>(k), k != 0)",
-        "column_step<KeyTile>(k), true)",
+        "(k_tile), false)",
+        "(k_tile), true)",
         "groups",
     ),
     Fault(

@@ -80,17 +80,20 @@ __device__ inline uint64 descriptor(uint32 address, int pitch, uint32 slab_bytes
          static_cast<uint64>(8 * pitch >> 4) << 32 | static_cast<uint64>(pitch == 128 ? 1 : 2) << 62;
 }
 
-/// The k-th step of 16 columns of rows that start at `address`, of a tile of `rows`.
-__device__ inline uint64 step(uint32 address, int k, int rows) {
-  const int steps = kPitch / 32;
-  return descriptor(address + k / steps * rows * kPitch + k % steps * 32, kPitch, 16);
+/// The steps of 16 columns of rows that start at `address`, of a tile of `rows`.
+__device__ inline Descriptors<kMmaK> steps(uint32 address, int rows) {
+  const int slab_steps = kPitch / 32;
+  Descriptors<kMmaK> found;
+  for (int k = 0; k < kMmaK; ++k) {
+    found.of_step[k] = descriptor(
+        address + k / slab_steps * rows * kPitch + k % slab_steps * 32, kPitch, 16);
+  }
+  return found;
 }
 
 __device__ inline void scores(float (&s)[1][kMmaN][4], uint32 a, uint32 b, bool add) {
   wgmma_fence();
-  for (int k = 0; k < kHeadDimPadded / 16; ++k) {
-    wgmma_scores(s, step(a, k, kBlockM), step(b, k, kBlockN), add || k > 0);
-  }
+  wgmma_scores(s, steps(a, kBlockM), steps(b, kBlockN), add);
   wgmma_commit();
 }
 
@@ -152,21 +155,23 @@ OUTPUT = """
     }
     return;
   }
-  uint32 p[8][4];
+  uint32 p[2][4][4];
   for (int k = 0; k < 8; ++k) {
     for (int i = 0; i < 4; ++i) {
       const int row = thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8;
-      p[k][i] = load_global_4(params.q + row * 128 + 16 * k + thread % 4 * 2 + i / 2 * 8);
+      p[k / 4][k % 4][i] = load_global_4(params.q + row * 128 + 16 * k + thread % 4 * 2 + i / 2 * 8);
     }
   }
   float o[1][kMmaV][4] = {};
   mbarrier_wait(once, 0);
   for (int tile = 0; tile < 2; ++tile) {
-    wgmma_fence();
+    Descriptors<4> v;
     for (int k = 0; k < 4; ++k) {
-      wgmma_output(o, p[4 * tile + k],
-                   descriptor(smem + tile * kVBytes + k * 16 * kPitchV, kPitchV, kBlockN * kPitchV));
+      v.of_step[k] =
+          descriptor(smem + tile * kVBytes + k * 16 * kPitchV, kPitchV, kBlockN * kPitchV);
     }
+    wgmma_fence();
+    wgmma_output(o, p[tile], v);
     wgmma_commit();
   }
   wgmma_wait<1>();
@@ -280,10 +285,10 @@ def test_a_ring_of_tiles(tmp_path: Path) -> None:
 TILE_BYTES = 64 * 64 * 2
 COPY = f"mbarrier_arrive_expect(once, {TILE_BYTES}); load(tile, once);"
 LOADED = f"if (first) {{ {COPY} }} mbarrier_wait(once, 0);"
-FENCED = "wgmma_fence(); wgmma_scores(s, d, d, false);"
+FENCED = "wgmma_fence(); wgmma_scores(s, all(d), all(d), false);"
 STARTED = f"{FENCED} wgmma_commit();"
 PRODUCT = f"{STARTED} wgmma_wait<0>();"
-TWICE = "wgmma_fence(); wgmma_output(o, p, b); wgmma_commit();"
+TWICE = "wgmma_fence(); wgmma_output(o, p, {{b, b, b, b}}); wgmma_commit();"
 FILLED = "for (int i = thread_index(); i < 512; i += kThreads) store_shared_16(tile + 16 * i, v);"
 OWN = "tile + 16 * thread_index()"
 AGAIN = f"{{ mbarrier_arrive_expect(full, {TILE_BYTES}); load(tile, full); }}"
@@ -536,7 +541,7 @@ FAULTS: dict[str, tuple[str, str | set[str]]] = {
         "accumulator touched in flight",
     ),
     "operand set": (
-        f"{LOADED} if (group) {{ {TWICE} p[3] = 1; wgmma_wait<0>(); }}",
+        f"{LOADED} if (group) {{ {TWICE} p[0][3] = 1; wgmma_wait<0>(); }}",
         "operand register rewritten in flight",
     ),
     "no commit": (
@@ -603,9 +608,10 @@ CASES = """
   const auto load = [&](uint32 target, uint32 barrier, Site site = Site::here()) {
     tma_load(target, &params.k_map, barrier, 0, 0, 0, 0, site);
   };
+  const auto all = [](uint64 d) { return Descriptors<kMmaK>{{d, d, d, d, d, d, d, d}}; };
   uint64 d = descriptor(tile, 128, 16), b = descriptor(tile, 128, 0);
   float s[1][kMmaN][4] = {}, o[1][kMmaV][4] = {};
-  uint32 p[4] = {}, v[4] = {};
+  uint32 p[4][4] = {}, v[4] = {};
   switch (reinterpret_cast<uint64>(params.alibi_slopes)) {
 """
 BODIES = [*CLEAN.values(), *(body for body, _ in FAULTS.values())]

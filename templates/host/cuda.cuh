@@ -14,7 +14,7 @@
 #define __shared__
 
 extern "C" {
-int abs(int);
+float fabsf(float);
 float fmaxf(float, float);
 float fmaf(float, float, float);
 int printf(const char*, ...);

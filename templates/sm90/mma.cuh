@@ -21,19 +21,22 @@ __device__ __forceinline__ uint64 tile_descriptor(uint32 tile_smem) {
          static_cast<uint64>(8 * Tile::kPitch >> 4) << 32 | kSwizzle << 62;
 }
 
-/// What k16 step k along the columns adds to a tile's descriptor.
+/// The descriptors of a tile's k16 steps along the columns.
 template <class Tile>
-__device__ __forceinline__ uint64 column_step(int k) {
+__device__ __forceinline__ Descriptors<kMmaK> column_steps(uint64 tile) {
   constexpr int kSlabSteps = Tile::kSlabColumns / 16;
-  return (k % kSlabSteps * 16 * kElementBytes + k / kSlabSteps * Tile::kSlabBytes) >> 4;
+  Descriptors<kMmaK> steps;
+#pragma unroll
+  for (int k = 0; k < kMmaK; ++k) {
+    steps.of_step[k] =
+        tile + ((k % kSlabSteps * 16 * kElementBytes + k / kSlabSteps * Tile::kSlabBytes) >> 4);
+  }
+  return steps;
 }
 
 /// Starts S = Q K^T of the warpgroup's rows and a key tile.
 __device__ __forceinline__ void multiply_query_key_async(ScoreTile& s, uint64 q, uint64 k_tile) {
-#pragma unroll
-  for (int k = 0; k < kMmaK; ++k) {
-    wgmma_scores(s, q + column_step<QueryTile>(k), k_tile + column_step<KeyTile>(k), k != 0);
-  }
+  wgmma_scores(s, column_steps<QueryTile>(q), column_steps<KeyTile>(k_tile), false);
   wgmma_commit();
 }
 
@@ -41,9 +44,11 @@ __device__ __forceinline__ void multiply_query_key_async(ScoreTile& s, uint64 q,
 __device__ __forceinline__ void multiply_probability_value_async(OutputTile& o,
                                                                  const ProbabilityFragment& p,
                                                                  uint64 v_tile) {
+  Descriptors<kBlockN / 16> steps;
 #pragma unroll
   for (int k = 0; k < kBlockN / 16; ++k) {
-    wgmma_output(o, p[k], v_tile + (k * 16 * ValueTile::kPitch >> 4));
+    steps.of_step[k] = v_tile + (k * 16 * ValueTile::kPitch >> 4);
   }
+  wgmma_output(o, p, steps);
   wgmma_commit();
 }

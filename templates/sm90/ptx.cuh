@@ -1,5 +1,5 @@
-// One function per PTX instruction of sm_90a, no logic. The host target replaces this partial.
-// Instructions: https://docs.nvidia.com/cuda/parallel-thread-execution/
+// One function per PTX instruction of sm_90a, or per product of them, no logic. The host target
+// replaces this partial. Instructions: https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
 #include "../params.cuh"
@@ -124,23 +124,28 @@ __device__ __forceinline__ void pin(float (&d)[1][kTiles][4]) {
   }
 }
 
-/// Starts S = A B^T, or S += A B^T if `add`: m64 x kBlockN x k16. A and B in shared memory, by
-/// their descriptors, both [row][k].
-__device__ __forceinline__ void wgmma_scores(float (&d)[1][kMmaN][4], uint64 a, uint64 b,
-                                             bool add) {
-  asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, " SCORE_ADD
-               ", 0;\n wgmma.mma_async.sync.aligned.m64" SCORE_SHAPE "k16.f32." WGMMA_TYPES
-               " {" SCORE_REGISTERS "}, " SCORE_A ", " SCORE_B ", add, 1, 1, 0, 0;\n}"
-               : SCORE_OPERANDS(d)
-               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+/// Matrices in shared memory: a descriptor of each k16 step.
+template <int kSteps>
+struct Descriptors {
+  uint64 of_step[kSteps];
+};
+
+// All steps of a product are one statement, which compiles faster than one a step: each names every
+// register of the accumulator.
+
+/// Starts S = A B^T, or S += A B^T if `add`: m64 x kBlockN x 16 kMmaK. A and B in shared memory,
+/// both [row][k].
+__device__ __forceinline__ void wgmma_scores(float (&d)[1][kMmaN][4], const Descriptors<kMmaK>& a,
+                                             const Descriptors<kMmaK>& b, bool add) {
+  asm volatile(SCORE_PRODUCT
+               : SCORE_ACCUMULATOR(d)
+               : "r"(static_cast<int>(add)), SCORE_OPERANDS(a, b));
 }
 
-/// Starts O += A B: m64 x (8 kMmaV) x k16. A in registers; B in shared memory, by its descriptor,
-/// stored [k][column].
-__device__ __forceinline__ void wgmma_output(float (&d)[1][kMmaV][4], const uint32 (&a)[4],
-                                             uint64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64" OUTPUT_SHAPE "k16.f32." WGMMA_TYPES
-               " {" OUTPUT_REGISTERS "}, {" OUTPUT_A "}, " OUTPUT_B ", 1, 1, 1, 1;"
-               : OUTPUT_OPERANDS(d)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+/// Starts O += A B: m64 x (8 kMmaV) x kBlockN. A in registers; B in shared memory, stored
+/// [k][column].
+__device__ __forceinline__ void wgmma_output(float (&d)[1][kMmaV][4],
+                                             const uint32 (&a)[kBlockN / 16][4],
+                                             const Descriptors<kBlockN / 16>& b) {
+  asm volatile(OUTPUT_PRODUCT : OUTPUT_ACCUMULATOR(d) : OUTPUT_OPERANDS(a, b));
 }

@@ -87,14 +87,28 @@ __device__ __forceinline__ void wgmma_wait(Site site = Site::here()) {
 template <int kTiles>
 __device__ __forceinline__ void pin(float (&)[1][kTiles][4]) {}
 
-__device__ __forceinline__ void wgmma_scores(float (&d)[1][kMmaN][4], uint64 a, uint64 b, bool add,
+template <int kSteps>
+struct Descriptors {
+  uint64 of_step[kSteps];
+};
+
+__device__ __forceinline__ void wgmma_scores(float (&d)[1][kMmaN][4], const Descriptors<kMmaK>& a,
+                                             const Descriptors<kMmaK>& b, bool add,
                                              Site site = Site::here()) {
-  host::GroupMultiply operands = {d[0][0], kMmaN, nullptr, a, b, add, kDType == DType::bf16};
-  host::meet("wgmma.scores", host::multiply_group, &operands, site);
+  for (int k = 0; k < kMmaK; ++k) {
+    host::GroupMultiply operands = {
+        d[0][0], kMmaN, nullptr, a.of_step[k], b.of_step[k], add || k > 0, kDType == DType::bf16};
+    host::meet("wgmma.scores", host::multiply_group, &operands, site);
+  }
 }
 
-__device__ __forceinline__ void wgmma_output(float (&d)[1][kMmaV][4], const uint32 (&a)[4],
-                                             uint64 b, Site site = Site::here()) {
-  host::GroupMultiply operands = {d[0][0], kMmaV, a, 0, b, true, kDType == DType::bf16};
-  host::meet("wgmma.output", host::multiply_group, &operands, site);
+__device__ __forceinline__ void wgmma_output(float (&d)[1][kMmaV][4],
+                                             const uint32 (&a)[kBlockN / 16][4],
+                                             const Descriptors<kBlockN / 16>& b,
+                                             Site site = Site::here()) {
+  for (int k = 0; k < kBlockN / 16; ++k) {
+    host::GroupMultiply operands = {
+        d[0][0], kMmaV, a[k], 0, b.of_step[k], true, kDType == DType::bf16};
+    host::meet("wgmma.output", host::multiply_group, &operands, site);
+  }
 }
