@@ -79,6 +79,11 @@ def strides_of(*names: str) -> tuple[str, ...]:
     return tuple(f"{name}_strides.{axis}" for name in names for axis in AXES)
 
 
+def divisor_of(name: str) -> tuple[str, ...]:
+    """The fields of a Divisor."""
+    return tuple(f"{name}.{field}" for field in ("value", "multiplier", "shift"))
+
+
 PLACES = tuple(f"sequences.{name}" for name in SEQUENCES)
 LENGTHS = ("seqlen_q", "seqlen_k")
 FORWARD = Layout(
@@ -89,8 +94,9 @@ FORWARD = Layout(
         "alibi_batch_stride", "alibi_head_stride", "rotary_cos_stride", "rotary_sin_stride", "table_stride",
     ),
     (
-        "heads", "group", "pairs", "section", "splits", "blocks", "window_left", "window_right", "total_q", "k_rows",
-        "k_batch", "page_size", "pages", "box_rows", "seqlen_new", "positions", "rotary_half", "rotate_by_row",
+        "heads", *divisor_of("group"), "pairs", "section", "splits", "blocks", "window_left", "window_right", "total_q",
+        "k_rows", "k_batch", *divisor_of("page_size"), "pages", "box_rows", "seqlen_new", "positions", "rotary_half",
+        "rotate_by_row",
     ),
     ("score_scale", "softcap_log2"),
 )  # fmt: skip
@@ -107,8 +113,8 @@ APPEND = Layout(
     LENGTHS,
     (*strides_of("k_new", "v_new", "k", "v"), "rotary_cos_stride", "rotary_sin_stride", "table_stride"),
     (
-        "seqlen_new", "heads", "head_dim", "head_dim_v", "slots", "k_batch", "page_size", "pages", "positions",
-        "rotary_half",
+        "seqlen_new", "heads", "head_dim", "head_dim_v", "slots", "k_batch", *divisor_of("page_size"), "pages",
+        "positions", "rotary_half",
     ),
 )  # fmt: skip
 COMBINE_HEAD, APPEND_HEAD = COMBINE.head, APPEND.head
@@ -151,7 +157,7 @@ def forward_scalars(problem: Problem, grid: Grid, spec: Spec, tensors: Tensors) 
         *rotary_strides(tensors),
         table_stride(tensors),
         p.heads,
-        p.heads // p.heads_k,
+        *divisor(p.heads // p.heads_k),
         p.batch * (p.heads_k if spec.pack_gqa else p.heads),
         grid.section,
         grid.splits,
@@ -161,7 +167,7 @@ def forward_scalars(problem: Problem, grid: Grid, spec: Spec, tensors: Tensors) 
         max(p.total_q, 0),
         k.shape[-3],
         p.cache_batch,
-        max(p.page_size, 1),
+        *divisor(max(p.page_size, 1)),
         p.pages,
         tensor_map.box_rows(spec, p.page_size),
         p.seqlen_new,
@@ -171,6 +177,12 @@ def forward_scalars(problem: Problem, grid: Grid, spec: Spec, tensors: Tensors) 
         scale,
         p.softcap * LOG2_E,
     )
+
+
+def divisor(value: int) -> tuple[int, int, int]:
+    """A Divisor: the value, its multiplier, which is at least 2^31, as the int32 of the same bits, and the shift."""
+    shift = (value - 1).bit_length()
+    return value, -(-(1 << 31 + shift) // value) - (1 << 32), shift
 
 
 def append_scalars(problem: Problem, tensors: Tensors) -> bytes:
@@ -186,7 +198,7 @@ def append_scalars(problem: Problem, tensors: Tensors) -> bytes:
         p.head_dim_v,
         p.seqlen_k,
         p.cache_batch,
-        max(p.page_size, 1),
+        *divisor(max(p.page_size, 1)),
         p.pages,
         p.positions,
         p.rotary_dim // 2,

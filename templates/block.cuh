@@ -5,8 +5,7 @@
 // group, so that all query heads of a key head share one read of its keys.
 #pragma once
 
-#include "params.cuh"
-#include "ptx.cuh"
+#include "divide.cuh"
 
 constexpr int kNoBatch = -1;  // there is no more work
 
@@ -29,7 +28,7 @@ struct alignas(16) Block {
 
 /// The query position of a row.
 __device__ __forceinline__ int row_position(const Params& params, int row) {
-  return kPackGqa ? row / params.group : row;
+  return kPackGqa ? divide(row, params.group) : row;
 }
 
 /// Entry `index` of an int array.
@@ -50,7 +49,8 @@ __device__ __forceinline__ QueryRows query_rows(const Params& params, int batch)
   if (offsets == nullptr) return {0, params.seqlen_q, params.seqlen_q};
   const int begin = min(max(load_int(offsets, batch), 0), params.total_q);
   const int end = min(max(load_int(offsets, batch + 1), begin), params.total_q);
-  const bool last = (batch + 1) * (params.heads / (kPackGqa ? params.group : 1)) == params.pairs;
+  const bool last =
+      (batch + 1) * (params.heads / (kPackGqa ? params.group.value : 1)) == params.pairs;
   return {begin, end - begin, (last ? params.total_q : end) - begin};
 }
 
@@ -124,7 +124,7 @@ struct TilePlace {
 
 /// The tiles of rows of a pair that has so many query positions; no more than the longest has.
 __device__ __forceinline__ int count_m_tiles(const Params& params, int positions) {
-  const int rows = min(positions, params.seqlen_q) * (kPackGqa ? params.group : 1);
+  const int rows = min(positions, params.seqlen_q) * (kPackGqa ? params.group.value : 1);
   return (rows + kBlockM - 1) / kBlockM;
 }
 
@@ -148,11 +148,11 @@ __device__ __forceinline__ Block locate_block(const Params& params, const TilePl
   const int pair = place.pair;
 
   Block block;
-  const int heads = kPackGqa ? params.heads / params.group : params.heads;
+  const int heads = kPackGqa ? divide(params.heads, params.group) : params.heads;
   block.batch = pair / heads;
   const int head = pair - block.batch * heads;
-  block.head = kPackGqa ? head * params.group : head;
-  block.head_k = kPackGqa ? head : head / params.group;
+  block.head = kPackGqa ? head * params.group.value : head;
+  block.head_k = kPackGqa ? head : divide(head, params.group);
   block.split = split;
   block.m_begin = place.m * kBlockM;
   block.seqlen_q = block.q_slots = params.seqlen_q;

@@ -13,7 +13,7 @@ struct OutputRow {
 
   __device__ __forceinline__ OutputRow(const Params& params, const Block& block, int row)
       : position(row_position(params, block.m_begin + row)),
-        head(block.head + (kPackGqa ? block.m_begin + row - position * params.group : 0)),
+        head(block.head + (kPackGqa ? block.m_begin + row - position * params.group.value : 0)),
         counts(kEvenM || position < block.seqlen_q) {}
 
   /// Whether the row is the CTA's to write.
@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_lse(float* lse_gmem, float lse) {
 /// Clears what belongs to no query and lies past the rows of the grid: the rest of the packed rows
 /// after the last sequence (and of a sequence that is longer than seqlen_q says).
 __device__ __forceinline__ void clear_rest(const Params& params, const Block& block, int thread) {
-  const int group = kPackGqa ? params.group : 1;
+  const int group = kPackGqa ? params.group.value : 1;
   const int end = block.q_slots * group - block.m_begin;
   const int covered = (params.seqlen_q * group + kBlockM - 1) / kBlockM * kBlockM;
   if (block.m_begin + kBlockM < covered) return;

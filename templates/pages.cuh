@@ -1,12 +1,11 @@
 // Where a slot of a cache lies.
 #pragma once
 
-#include "params.cuh"
-#include "ptx.cuh"
+#include "divide.cuh"
 
 struct Pages {
   const int* table_gmem;  // the sequence's row of the block table
-  int page_size;
+  Divisor page_size;
   int pages;
 
   __device__ __forceinline__ Pages(const Params& params, int batch)
@@ -16,8 +15,12 @@ struct Pages {
 
   /// The page of a slot.
   __device__ __forceinline__ int page_of(int slot) const {
-    const int column = static_cast<int>(static_cast<uint32>(slot) / page_size);
-    return static_cast<int>(load_global_4(table_gmem + column));
+    return static_cast<int>(load_global_4(table_gmem + divide(slot, page_size)));
+  }
+
+  /// Its row there.
+  __device__ __forceinline__ int row_of(int slot) const {
+    return slot - divide(slot, page_size) * page_size.value;
   }
 
   /// Whether a table's entry names a page. Others are neither read nor written.
@@ -27,7 +30,6 @@ struct Pages {
 
   /// Element offset, in a tensor of these strides, of a slot in its page.
   __device__ __forceinline__ int64 row_offset(int page, int slot, const Strides& strides) const {
-    const int row = static_cast<int>(static_cast<uint32>(slot) % page_size);
-    return page * strides.batch + row * strides.row;
+    return page * strides.batch + row_of(slot) * strides.row;
   }
 };

@@ -12,6 +12,13 @@ struct Strides {
   int64 head;
 };
 
+/// What numbers in [0, 2^31) are divided by, without a division.
+struct Divisor {
+  int value;
+  uint32 multiplier;  // ceil(2^(31 + shift) / value)
+  int shift;          // ceil(log2(value))
+};
+
 /// Where the sequences lie; each array may be null.
 struct Sequences {
   const int* cu_seqlens_q;  // (batch + 1): sequence b has rows [b], [b + 1) of packed q
@@ -66,7 +73,7 @@ struct Params {
   int64 rotary_sin_stride;
   int64 table_stride;  // between rows of the block table
   int heads;           // query heads
-  int group;           // query heads of a key head
+  Divisor group;       // query heads of a key head
   int pairs;           // (batch, head) pairs; with kPackGqa (batch, key head)
   int section;         // pairs that a section of the tile order holds, see block.cuh
   int splits;
@@ -77,7 +84,7 @@ struct Params {
   int total_q;  // rows of packed q
   int k_rows;   // rows of k and v: of every batch, or packed
   int k_batch;  // sequences that the cache has room for
-  int page_size;
+  Divisor page_size;
   int pages;
   int box_rows;       // rows of a page that are copied at once; isa 90
   int seqlen_new;     // new keys of every sequence, beyond seqused_k
@@ -131,7 +138,7 @@ struct Params {
   int head_dim_v;
   int slots;    // of a sequence
   int k_batch;  // sequences that the cache has room for
-  int page_size;
+  Divisor page_size;
   int pages;
   int positions;    // rows of the rotary tables
   int rotary_half;  // pairs of columns that are rotated

@@ -10,7 +10,8 @@ __device__ __forceinline__ const Element* query_row(const Params& params, const 
                                                     int row) {
   const Strides& strides = params.q_strides;
   const int position = row_position(params, block.m_begin + row);
-  const int head = block.head + (kPackGqa ? block.m_begin + row - position * params.group : 0);
+  const int head =
+      block.head + (kPackGqa ? block.m_begin + row - position * params.group.value : 0);
   return params.q + block.batch * strides.batch + head * strides.head +
          static_cast<int64>(block.q_begin + position) * strides.row;
 }

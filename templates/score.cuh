@@ -23,7 +23,7 @@ struct Score {
       for (int r = 0; r < kOwnRows; ++r) {
         const int row = first_row + 8 * r;
         const int position = row_position(params, row);
-        const int head = block.head + (kPackGqa ? row - position * params.group : 0);
+        const int head = block.head + (kPackGqa ? row - position * params.group.value : 0);
         const float* slope_gmem = params.alibi_slopes + block.batch * params.alibi_batch_stride +
                                   head * params.alibi_head_stride;
         slope_log2[r] = kLog2E * __builtin_bit_cast(float, load_global_4(slope_gmem));

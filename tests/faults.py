@@ -573,8 +573,8 @@ FAULTS = (
     Fault(
         "key heads dealt in turn",
         BLOCK,
-        "kPackGqa ? head : head / params.group",
-        "kPackGqa ? head : head % params.group",
+        "kPackGqa ? head : divide(head, params.group)",
+        "kPackGqa ? head : head % params.group.value",
         "features",
     ),
     Fault("sums not rescaled", SOFTMAX, "row_sum[r] *= factor;", "", "peaked"),
@@ -807,7 +807,7 @@ FAULTS = (
     Fault(
         "key head for the group's first",
         BLOCK,
-        "kPackGqa ? head * params.group : head",
+        "kPackGqa ? head * params.group.value : head",
         "head",
         "packed",
     ),
@@ -828,7 +828,7 @@ FAULTS = (
     Fault(
         "packed rows all of the first head",
         OUTPUT,
-        "head(block.head + (kPackGqa ? block.m_begin + row - position * params.group : 0))",
+        "head(block.head + (kPackGqa ? block.m_begin + row - position * params.group.value : 0))",
         "head(block.head)",
         "packed",
     ),
@@ -849,7 +849,7 @@ FAULTS = (
     Fault(
         "slope of the group's first head",
         "score.cuh",
-        "block.head + (kPackGqa ? row - position * params.group : 0)",
+        "block.head + (kPackGqa ? row - position * params.group.value : 0)",
         "block.head",
         "packed",
     ),
@@ -998,7 +998,11 @@ FAULTS = (
         "tiles of pages",
     ),
     Fault(
-        "slots of pages by mask", PAGES, "(slot) % page_size", "(slot) & (page_size - 1)", "pages"
+        "slots of pages by mask",
+        PAGES,
+        "slot - divide(slot, page_size) * page_size.value",
+        "slot & (page_size.value - 1)",
+        "pages",
     ),
     Fault(
         "K copied before its buffer is free",
@@ -1364,8 +1368,8 @@ FAULTS = (
     Fault(
         "a page's next row",
         GROUPS_BOXES,
-        "slot % params.page_size",
-        "(slot + 1) % params.page_size",
+        "pages.row_of(slot)",
+        "pages.row_of(slot + 1)",
         "groups, pages",
     ),
     Fault(

@@ -49,9 +49,24 @@ def members(source: str, struct: str, prefix: str = "") -> list[str]:
     assert body is not None, struct
     found = []
     for kind, name in MEMBER.findall(body[1]):
-        inner = kind in ("Strides", "Sequences")
+        inner = kind in ("Strides", "Sequences", "Divisor")
         found += members(source, kind, f"{prefix}{name}.") if inner else [prefix + name]
     return found
+
+
+def run_cpp(source: str, body: str, scratch: Path, given: str = "") -> list[str]:
+    """What a C++ program of params.cuh and `body` prints, line by line."""
+    path = scratch / "program.cpp"
+    path.write_text(f"#include <cstdio>\n{source}\nint main() {{\n{body}\n}}\n", encoding="utf-8")
+    program = str(scratch / "program")
+    subprocess.run([cxx.find().path, "-std=c++17", str(path), "-o", program], check=True)
+    run = subprocess.run([program], check=True, capture_output=True, text=True, input=given)
+    return run.stdout.splitlines()
+
+
+def params_source(spec: AnySpec) -> str:
+    """params.cuh of a variant, for the host's compiler."""
+    return render.join("params.cuh", render.templates(), spec.variables(), "host")
 
 
 def compiled(source: str, fields: list[str], scratch: Path) -> list[tuple[str, int]]:
@@ -60,15 +75,8 @@ def compiled(source: str, fields: list[str], scratch: Path) -> list[tuple[str, i
         f'  std::printf("{field} %zu\\n", __builtin_offsetof(Params, {field}));\n'
         for field in fields
     )
-    program = f'#include <cstdio>\n{source}\nint main() {{\n{reports}  std::printf(" %zu\\n", sizeof(Params));\n}}\n'
-    path = scratch / "offsets.cpp"
-    path.write_text(program, encoding="utf-8")
-    compiler = cxx.find()
-    subprocess.run(
-        [compiler.path, "-std=c++17", str(path), "-o", str(scratch / "offsets")], check=True
-    )
-    said = subprocess.run([scratch / "offsets"], check=True, capture_output=True, text=True).stdout
-    return [(name, int(offset)) for name, offset in (line.split(" ") for line in said.splitlines())]
+    said = run_cpp(source, f'{reports}  std::printf(" %zu\\n", sizeof(Params));', scratch)
+    return [(name, int(offset)) for name, offset in (line.split(" ") for line in said)]
 
 
 @pytest.mark.emulated
@@ -76,13 +84,38 @@ def compiled(source: str, fields: list[str], scratch: Path) -> list[tuple[str, i
 def test_params_are_those_of_params_cuh(kernel: str, tmp_path: Path) -> None:
     """Names, order, offsets and size: no field is missing on either side, and nothing is padded but the end."""
     spec, layout = KERNELS[kernel]
-    source = render.join("params.cuh", render.templates(), spec.variables(), "host")
+    source = params_source(spec)
     fields = members(source, "Params")
     assert fields == list(layout.fields)
     *offsets, (_, size) = compiled(source, fields, tmp_path)
     assert offsets == packed(layout)
     assert size == layout.size
     assert size <= -(-layouts.PARAMS_BYTES // 8) * 8
+
+
+@pytest.mark.emulated
+def test_divisors_divide(tmp_path: Path) -> None:
+    """Every divisor up to 300, and those beside powers of two, at numbers beside their multiples."""
+    most = 2**31 - 1
+    near = {2**i + j for i in range(1, 32) for j in (-1, 0, 1)}
+    divisors = {d for d in near | set(range(1, 301)) if 1 <= d <= most}
+    cases = [
+        (d, x)
+        for d in sorted(divisors)
+        for n in (0, 1, 7, most // d // 2, most // d)
+        for x in (n * d - 1, n * d, n * d + d - 1, most)
+        if 0 <= x <= most
+    ]
+    body = """
+  int x, value, multiplier, shift;
+  while (std::scanf("%d %d %d %d", &x, &value, &multiplier, &shift) == 4) {
+    std::printf("%d\\n", divide(x, {value, static_cast<uint32>(multiplier), shift}));
+  }"""
+    given = "".join(" ".join(map(str, (x, *layouts.divisor(d)))) + "\n" for d, x in cases)
+    function = render.templates()["divide.cuh"].rpartition("#include")[2].partition("\n")[2]
+    words = "#define __device__\n#define __forceinline__ inline\n"
+    quotients = run_cpp(params_source(FORWARD) + words + function, body, tmp_path, given)
+    assert [int(line) for line in quotients] == [x // d for d, x in cases]
 
 
 LAYOUTS = [layout for _, layout in KERNELS.values()]

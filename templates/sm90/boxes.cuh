@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_tile_by_pages(const Params& params, uint32 
   for (int row = lane * params.box_rows; row < kBlockN; row += kLoaders * params.box_rows) {
     const int slot = n * kBlockN + row;
     const int page = slot < block.seqlen_k ? pages.page_of(slot) : pages.pages;
-    const int page_row = slot % params.page_size;
+    const int page_row = pages.row_of(slot);
 #pragma unroll
     for (int slab = 0; slab < Tile::kSlabs; ++slab) {
       tma_load(tile_smem + slab * Tile::kSlabBytes + row * Tile::kPitch, &map, full,
