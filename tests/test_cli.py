@@ -81,10 +81,11 @@ def test_info_tells_of_bundles_and_tuned_tiles(monkeypatch, tmp_path):
     bundle.write(file, bundle.pack([]))
     monkeypatch.setenv("RTFLASH_BUNDLE", str(file))
     assert "kernels.zip: 0 for" in "".join(run("info").output.split("\n"))
-    monkeypatch.setenv("RTFLASH_BUNDLE", str(tmp_path / "none"))
+    monkeypatch.setenv("RTFLASH_BUNDLE", os.pathsep.join([str(tmp_path / "none"), str(file)]))
     result = run("info")
     assert result.exit_code == 0
-    assert "unusable" in result.output
+    assert "kernels.zip: 0 for" in "".join(result.output.split("\n"))
+    assert result.output.count("unusable") == 1
 
 
 @pytest.mark.parametrize("place", ["dumped", "typo", "dumped/sm_80"])
@@ -99,6 +100,11 @@ def test_info_tells_of_edited_kernels(monkeypatch, tmp_path, place):
     assert result.exit_code == 0
     said = "1 in " if place == "dumped" else "unusable. RTFLASH_OVERRIDE is"
     assert f"edited kernels  {said}" in result.output
+    (tmp_path / "dumped" / "sm_80" / "odd").mkdir()
+    (tmp_path / "dumped" / "sm_80" / "odd" / "kernel.cu").touch()
+    result = run("info")
+    assert f"edited kernels  {said}" in result.output
+    assert ("has no kernel odd" in " ".join(result.output.split())) == (place == "dumped")
     q = np.ones((1, 2, 1, 8), np.float16)
     assert (rtflash.flash_attn_func(q, q, q) == 1).all()
 
