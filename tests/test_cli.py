@@ -357,8 +357,11 @@ def test_bench_refuses_nonsense(tmp_path):
     assert run("bench", "--peer", "nobody").exit_code == 2
     assert run("bench", "--seqlen", "many").exit_code == 2
     assert run("bench", "--from", tmp_path / "missing.json").exit_code == 2
-    (tmp_path / "other.json").write_text("{}", encoding="utf-8")
-    assert run("bench", "--from", tmp_path / "other.json").exit_code == 2
+    for data in (b"{}", b"", b"[", b"\xff\xfe"):
+        (tmp_path / "other.json").write_bytes(data)
+        assert run("bench", "--from", tmp_path / "other.json").exit_code == 2
+        with pytest.raises(ValueError, match=r"other\.json holds no list of benchmark rows"):
+            chart.load(tmp_path / "other.json")
 
 
 def test_bench_refuses_what_it_cannot_measure(monkeypatch, tmp_path):

@@ -514,7 +514,7 @@ HOPPER = record.text(Spec("bf16", 64, 64, 64, 64, 4, 2, isa=90))
             ("--record", "missing.jsonl"),
             "--record: there is no missing.jsonl. Calls on a GPU write",
         ),
-        (("--record", __file__), "--record"),
+        (("--record", __file__), "no variant (no JSON); one is"),
         (("--spec", "kernel=none"), "--spec"),
         (
             ("--spec", f"{record.EXAMPLES['forward']},head_dim=64"),

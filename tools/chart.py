@@ -212,9 +212,10 @@ def load(file: Path) -> list[Row]:
     OSError, ValueError
         The file cannot be read, or holds something else.
     """
+    data = file.read_bytes()
     try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
+        rows = json.loads(data)
+    except (ValueError, RecursionError):
         rows = None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{file} holds no list of benchmark rows")
