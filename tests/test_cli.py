@@ -380,8 +380,23 @@ def test_bench_refuses_what_it_cannot_measure(monkeypatch, tmp_path):
         result = run("bench", "--cpu", option, value)
         assert result.exit_code == 2, (option, result.output)
         assert option in result.output
+    for options in (("decode,varlen", "--head-dim", 64), ("host", "--dtype", "fp16")):
+        result = run("bench", "--mode", *options)
+        assert result.exit_code == 2
+        assert f"{options[1]} is of mode fwd" in result.output
     saved = tmp_path / "rows.json"
     chart.save(ROWS, saved)
+    for options in (
+        ("--cpu",),
+        ("--mode", "fwd"),
+        ("--peer", "fa2"),
+        ("--head-dim", 64),
+        ("--seqlen", 64),
+        ("--dtype", "bf16"),
+    ):
+        result = run("bench", "--from", saved, *options)
+        assert result.exit_code == 2
+        assert f"does not go with {options[0]}" in " ".join(result.output.replace("│", " ").split())
     for plot in (tmp_path / "x.txt", tmp_path / "missing" / "x.png"):
         for option in ("--plot", "--roofline"):
             assert option in run("bench", "--from", saved, option, plot).output

@@ -740,6 +740,17 @@ def test_report_has_occupancy_and_a_plot(fake, tmp_path):
         )
 
 
+def test_a_plot_of_one_kernel_has_a_bar(fake, tmp_path):
+    """Not a panel that is full of it."""
+    image = pytest.importorskip("matplotlib.image")
+    fake()
+    file = tmp_path / "plot.png"
+    spec = record.EXAMPLES["combine"]
+    assert run("--arch", "sm_80", "--spec", spec, "--plot", file).exit_code == 0
+    red, _, blue, _ = image.imread(file).transpose(2, 0, 1)
+    assert 0.1 < (blue - red > 0.5).any(axis=1).mean() < 0.4
+
+
 def test_bundles_are_compiled_without_line_numbers(monkeypatch, tmp_path):
     pytest.importorskip("cupy")
     file = tmp_path / "kernels.zip"

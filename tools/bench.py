@@ -40,8 +40,10 @@ TOKENS, WIDTH = 16384, 2048
 HOST_CALLS = 200
 # At the largest head_dim, a call on the GPU then holds 16 GB, one on the CPU 2 GB.
 LONGEST, LONGEST_CPU = 2**20, 2**16
-# Options that --cpu would ignore.
+# Options that --cpu would ignore, those that --from would, and those that only some modes heed.
 GPU_OPTIONS = ("mode", "peer", "dtype", "plot", "roofline")
+MEASURING_OPTIONS = ("mode", "peer", "head_dim", "seqlen", "dtype", "on_cpu")
+MODE_OPTIONS = {"head_dim": ("fwd",), "seqlen": ("fwd",), "dtype": ("fwd", "decode", "varlen")}
 
 
 def why_not() -> str | None:
@@ -168,11 +170,20 @@ def command(
     names, dtypes = items(peer, "--peer", list(PEERS)), items(dtype, "--dtype", list(TORCH_DTYPES))
     modes = items(mode, "--mode", MODES)
     torch_dtypes = [TORCH_DTYPES[name] for name in dtypes]
-    if on_cpu and not saved and (found := given(context, GPU_OPTIONS)):
+    if saved and (found := given(context, MEASURING_OPTIONS)):
+        raise typer.BadParameter(
+            f"--from shows what was measured, and does not go with {', '.join(found)}"
+        )
+    if on_cpu and (found := given(context, GPU_OPTIONS)):
         raise typer.BadParameter(
             "--cpu times the NumPy backend alone, on fp16 tensors (it computes in fp32 whatever the dtype), and does"
             f" not go with {', '.join(found)}"
         )
+    for name, users in MODE_OPTIONS.items():
+        if not on_cpu and not {*modes} & {*users} and (found := given(context, [name])):
+            raise typer.BadParameter(
+                f"{found[0]} is of mode {', '.join(users)}; --mode is {', '.join(modes)}"
+            )
     check_file(report, "--json")
     for option, image, needed in (
         ("--plot", plot, chart.DRAWN),

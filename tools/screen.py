@@ -120,9 +120,10 @@ def numbers(text: str, option: str, most: int) -> list[int]:
 
 def given(context: typer.Context, names: Sequence[str]) -> list[str]:
     """Which of a command's options stand on the command line, as "--head-dim"."""
+    options = {str(option.name): option.opts[0] for option in context.command.params}
     sources = {name: context.get_parameter_source(name) for name in names}
     return [
-        f"--{name.replace('_', '-')}"
+        options[name]
         for name, source in sources.items()
         if source is not None and source.name == "COMMANDLINE"
     ]
