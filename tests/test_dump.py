@@ -231,7 +231,9 @@ def test_a_folder_without_sources_is_refused(monkeypatch, tmp_path, place):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("RTFLASH_OVERRIDE", str(tmp_path / place))
-    with pytest.raises(ValueError, match=r"RTFLASH_OVERRIDE is '.*'; it must be a folder") as caught:
+    with pytest.raises(
+        ValueError, match=r"RTFLASH_OVERRIDE is '.*'; it must be a folder"
+    ) as caught:
         load(monkeypatch)
     assert dump.survey() == ("", [str(caught.value)])
 

@@ -182,7 +182,9 @@ def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options
     return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "float32", "bfloat16", "torch.float16", torch.bfloat16, np.float16])
+@pytest.mark.parametrize(
+    "dtype", ["fp32", "float32", "bfloat16", "torch.float16", torch.bfloat16, np.float16]
+)
 def test_the_result_of_a_merge_has_a_dtype_by_any_of_its_names(dtype: Any) -> None:
     def merged(out_partial: Any, lse_partial: Any) -> Any:
         return rtflash.flash_attn_combine(out_partial, lse_partial, out_dtype=dtype)
