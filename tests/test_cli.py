@@ -397,6 +397,9 @@ def test_bench_refuses_what_it_cannot_measure(monkeypatch, tmp_path):
         result = run("bench", "--from", saved, *options)
         assert result.exit_code == 2
         assert f"does not go with {options[0]}" in " ".join(result.output.replace("│", " ").split())
+    image = tmp_path / "x.png"
+    result = run("bench", "--from", saved, "--plot", image, "--roofline", image)
+    assert "--plot and --roofline are both" in result.output
     for plot in (tmp_path / "x.txt", tmp_path / "missing" / "x.png"):
         for option in ("--plot", "--roofline"):
             assert option in run("bench", "--from", saved, option, plot).output

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,17 @@ from .peers import PEERS, TORCH_DTYPES, Peer, cpu_peers, make_peers
 from .roofline import DRAWN as ROOFED
 from .roofline import NEEDED as ROOFS_NEED
 from .roofline import plot as plot_roofline
-from .screen import PLOTS, check_file, check_plot, console, given, items, numbers
+from .screen import (
+    PLOTS,
+    check_apart,
+    check_file,
+    check_plot,
+    console,
+    given,
+    is_drawn,
+    items,
+    numbers,
+)
 from .timing import ROUNDS, medians, turn
 
 MODES = ("fwd", "decode", "varlen", "host")
@@ -184,6 +195,7 @@ def command(
             raise typer.BadParameter(
                 f"{found[0]} is of mode {', '.join(users)}; --mode is {', '.join(modes)}"
             )
+    check_apart({"--json": report, "--plot": plot, "--roofline": roofline})
     check_file(report, "--json")
     for option, image, needed in (
         ("--plot", plot, chart.DRAWN),
@@ -260,10 +272,5 @@ def write(
     if report is not None:
         chart.save(rows, report)
     for draw, image in ((chart.plot, plot), (plot_roofline, roofline)):
-        if image is None:
-            continue
-        try:
-            draw(rows, image)
-        except (ImportError, ValueError) as error:
-            console.print(f"[red]no plot:[/] {escape(str(error))}")
-            raise typer.Exit(1) from None
+        if image is not None and not is_drawn(partial(draw, rows, image)):
+            raise typer.Exit(1)
