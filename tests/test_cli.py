@@ -270,6 +270,16 @@ def test_bench_shows_saved_rows(tmp_path, suffix):
     assert image.stat().st_size > 1000
 
 
+def test_bench_shows_rows_of_any_name(tmp_path):
+    pytest.importorskip("matplotlib")
+    saved, image = tmp_path / "rows.json", tmp_path / "plot.png"
+    chart.save([ROWS[1] | {"": 5, "_x": 6, "[/]": 7, "dtype": "[red]"}], saved)
+    result = run("bench", "--from", saved, "--plot", image)
+    assert result.exit_code == 0, result.output
+    assert "[/]" in result.output
+    assert "[red]" in result.output
+
+
 @pytest.mark.parametrize("rows", [INFERENCE_ROWS, [*ROWS, *INFERENCE_ROWS]], ids=["some", "all"])
 def test_bench_shows_saved_rows_of_inference(tmp_path, rows):
     pytest.importorskip("matplotlib")
