@@ -248,7 +248,9 @@ def test_opcheck(
 
 def graphs(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> int:
     """How many graphs a compiled function of these arguments has become; its results are eager's."""
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
     run = compiled(function, counter)
     for arguments in calls:
         assert_same(run(*arguments), function(*arguments))
