@@ -87,6 +87,12 @@ def warmup(
         raise ValueError(f"rotary is {rotary!r}; it must be one of {', '.join(ROTARIES)}")
     if rotary != "none" and not append:
         raise ValueError(f"append is {append!r}; with rotary {rotary!r} it must be True")
+    if append and not kvcache:
+        raise ValueError(f"kvcache is {kvcache!r}; with append it must be True")
+    if paged and not (varlen or kvcache):
+        raise ValueError(
+            f"varlen is {varlen!r}, kvcache is {kvcache!r}; with paged one of them must be True"
+        )
     if rotary != "none" and head_dim < 2:
         raise ValueError(f"head_dim is {head_dim}; with rotary {rotary!r} it must be at least 2")
 

@@ -309,6 +309,20 @@ def said() -> str:
     BundleError
         A file of RTFLASH_BUNDLE cannot be used.
     """
-    bundles = [*map(read, settings.get().bundles), *installed()]
-    parts = [f"{x.file}: {len(x.kernels)} for {', '.join(x.archs)}" for x in bundles]
-    return "; ".join(parts)
+    for file in settings.get().bundles:
+        read(file)
+    return survey()[0]
+
+
+def survey() -> tuple[str, list[str]]:
+    """The bundles in use, in words; and why files of RTFLASH_BUNDLE cannot be used."""
+    usable, errors = [], []
+    for file in settings.get().bundles:
+        try:
+            usable.append(read(file))
+        except BundleError as error:
+            errors.append(str(error))
+    parts = [
+        f"{x.file}: {len(x.kernels)} for {', '.join(x.archs)}" for x in (*usable, *installed())
+    ]
+    return "; ".join(parts), errors

@@ -171,21 +171,21 @@ def edited(spec: AnySpec, arch: str) -> tuple[Path, str] | None:
     return file, source(file, spec.name)
 
 
-def said() -> str:
-    """How many kernels RTFLASH_OVERRIDE has, in words; empty where it is not set.
-
-    Raises
-    ------
-    ValueError
-        As `edited` raises, of any of them.
-    """
-    root = settings.get().override
+def survey() -> tuple[str, list[str]]:
+    """How many kernels RTFLASH_OVERRIDE has, in words, empty where it is not set; and why others there are unusable."""
+    root, errors = settings.get().override, []
     if root is None:
-        return ""
-    found = sources(root)
+        return "", []
+    try:
+        found = sources(root)
+    except ValueError as error:
+        return "", [str(error)]
     for file in found:
-        source(file, file.parent.name)
-    return f"{len(found)} in {root}"
+        try:
+            source(file, file.parent.name)
+        except ValueError as error:
+            errors.append(str(error))
+    return f"{len(found) - len(errors)} in {root}", errors
 
 
 def sources(root: Path) -> list[Path]:

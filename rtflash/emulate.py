@@ -158,9 +158,12 @@ def run_combine(
     out = output(call.out_shape, DTYPES[call.dtype])
     lse = output(call.out_shape[:-1], np.float32)
     spec, grid = select.combine(call, is_aligned(o.view))
-    rest = layouts.combine_scalars(call, o.view, sums.view, row_major(call.out_shape[:-1]))
-    outcome = merge(spec, grid, (o, sums, out, lse), rest, How(seed, workers, templates))
-    return finish(spec, out, lse, [outcome], check)
+    outcomes = []
+    if grid.blocks > 0:
+        rest = layouts.combine_scalars(call, o.view, sums.view, row_major(call.out_shape[:-1]))
+        how = How(seed, workers, templates)
+        outcomes.append(merge(spec, grid, (o, sums, out, lse), rest, how))
+    return finish(spec, out, lse, outcomes, check)
 
 
 def readable(tensors: Tensors) -> Tensors:
@@ -194,7 +197,26 @@ def attend(
         outcomes.append(start(appender, append_grid, params, uses, how))
 
     out, lse = output(p.out_shape, tensors.q.dtype), output(p.lse_shape, np.float32)
-    written = {"o": out, "lse": lse}
+    if grid.blocks > 0:  # the numbers of an empty call need not fit into Params
+        outcomes += forward(spec, grid, p, given, lengths, (out, lse), how)
+    report = finish(spec, out, lse, outcomes, check)
+    if p.seqlen_new and p.batch:
+        tensors.k[...], tensors.v[...] = given["k"].array, given["v"].array
+    return report
+
+
+def forward(
+    spec: Spec,
+    grid: select.Grid,
+    problem: Problem,
+    given: dict[str, Guarded],
+    lengths: tuple[int, int],
+    results: tuple[Guarded, Guarded],
+    how: How,
+) -> list[Outcome]:
+    """Launch the forward, and after a split one the merge; `results`: out and lse."""
+    p, views = problem, Tensors(**{name: tensor.view for name, tensor in given.items()})
+    written = dict(zip(("o", "lse"), results, strict=True))
     if spec.split:
         shapes = {"o_partial": p.out_shape, "lse_partial": p.lse_shape}
         written = {name: output((grid.splits, *shapes[name]), np.float32) for name in shapes}
@@ -209,17 +231,14 @@ def attend(
     uses = inputs(layouts.FORWARD, given) | {name: (x, WRITE) for name, x in written.items()}
     if counter is not None:
         uses["next_tile"] = counter, UPDATE
-    outcomes.append(start(spec, grid, params, uses, how))
-    if spec.split and grid.blocks > 0:
+    outcomes = [start(spec, grid, params, uses, how)]
+    if spec.split:
         call = select.splits_combine(p, grid.splits)
         combiner, combine_grid = select.combine(call, True)
         o_partial, lse_partial = partials(p, grid.splits, -1)
         rest = layouts.combine_scalars(call, o_partial, lse_partial, lse_partial.strides[1:])
-        outcomes.append(merge(combiner, combine_grid, (o, sums, out, lse), rest, how))
-    report = finish(spec, out, lse, outcomes, check)
-    if p.seqlen_new and p.batch:
-        tensors.k[...], tensors.v[...] = given["k"].array, given["v"].array
-    return report
+        outcomes.append(merge(combiner, combine_grid, (o, sums, *results), rest, how))
+    return outcomes
 
 
 def emulated_maps(spec: Spec, problem: Problem, views: Tensors) -> list[bytes]:

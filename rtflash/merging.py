@@ -128,12 +128,13 @@ def _see(inputs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Framework, li
 
 def _on_host(call: Combine, out_partial: Array, lse_partial: Array) -> tuple[Array, Array]:
     """(out of the call's dtype, lse) of stacked parts."""
-    if settings.backend() == "emulate":
+    if settings.get().backend == "emulate":
         from . import emulate
 
         report = emulate.run_combine(call, out_partial, lse_partial)
         settings.logger().info("%s", report)
         return report.out, report.lse
+    settings.logger().debug("%s runs on NumPy: its tensors are in host memory", call)
     if call.partial != "fp32":
         out_partial = cpu.to_float32(out_partial)
     out, lse = cpu.combine(out_partial, lse_partial)

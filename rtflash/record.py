@@ -91,8 +91,8 @@ def from_text(said: str) -> AnySpec:
     ValueError
         It says no variant.
     """
-    items = said.split(",")
-    if wrong := [item for item in items if "=" not in item]:
+    items = [item for item in said.split(",") if item]
+    if wrong := [item for item in items if item.find("=") < 1]:
         raise ValueError(
             f"{wrong[0]!r} is no NAME=VALUE; a variant must be as {EXAMPLES['forward']}"
         )
@@ -157,6 +157,14 @@ def add(file: Path, line: bytes) -> None:
             opened.write((b"\n" if torn else b"") + line + b"\n")
 
 
+def load(line: bytes) -> Any:
+    """A line's JSON; ValueError where it is none."""
+    try:
+        return json.loads(line, object_pairs_hook=once)
+    except (UnicodeError, json.JSONDecodeError, RecursionError):
+        raise ValueError(f"no variant (no JSON); one is {EXAMPLE_LINE}") from None
+
+
 def read(file: Path) -> list[tuple[AnySpec, str]]:
     """The variants of a record, each once.
 
@@ -169,7 +177,7 @@ def read(file: Path) -> list[tuple[AnySpec, str]]:
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if line.strip():
             try:
-                found[parse(json.loads(line, object_pairs_hook=once))] = None
-            except (ValueError, RecursionError) as error:
+                found[parse(load(line))] = None
+            except ValueError as error:
                 raise ValueError(f"line {number} of {file}: {error}") from None
     return list(found)

@@ -93,7 +93,7 @@ def get() -> Settings:
 
 
 def backend() -> str:
-    """`Settings.backend` alone: every call on host tensors asks."""
+    """RTFLASH_BACKEND, else the first."""
     return one_of("RTFLASH_BACKEND", BACKENDS) or BACKENDS[0]
 
 

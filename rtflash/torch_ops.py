@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from . import api, call, inference, merging, tensor
+from . import api, call, inference, merging, partials, tensor
 from .call import Signature
-from .tensor_base import SHORT_NAMES
 from .tensor_direct import no_backward
 
 SCORES = "float? softmax_scale, bool causal, SymInt[] window_size, float softcap"
@@ -25,7 +24,6 @@ VARLEN = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {DENSE}"
 CACHE = f"{SCORES}, bool rotary_interleaved, SymInt num_splits, SymInt cache_seqlen"
 WRITTEN = ("k_cache", "v_cache")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-DTYPES |= {long: DTYPES[short] for long, short in SHORT_NAMES.items()}
 
 TORCH: Any = tensor.framework(torch.empty(0))
 LIBRARY = torch.library.Library("rtflash", "DEF")
@@ -62,8 +60,13 @@ def combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> tup
     """`flash_attn_combine`, recorded; Dynamo traces this."""
     given = (out_partial, lse_partial, out)
     out_partial, lse_partial, out = with_no_grad(given, ("out_partial", "lse_partial", "out"))
-    if isinstance(out_dtype, str):  # "torch.bfloat16" too, as partials.dtype_name
-        out_dtype = DTYPES.get(out_dtype.rpartition(".")[2], out_dtype)
+    if out_dtype is not None:
+        try:
+            out_dtype = DTYPES[partials.dtype_name("out_dtype", out_dtype)]
+        except TypeError as error:
+            if not torch.compiler.is_dynamo_compiling():
+                raise
+            out_partial, out_dtype = torch.ops.rtflash.refuse(out_partial, str(error)), None
     if out is None:
         return torch.ops.rtflash.flash_attn_combine(out_partial, lse_partial, out_dtype)
     return out, torch.ops.rtflash.flash_attn_combine_into(out_partial, lse_partial, out, out_dtype)
@@ -72,7 +75,7 @@ def combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> tup
 def with_no_grad(inputs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
     """The inputs, of which none requires grad to Dynamo: what does raises when the graph runs.
 
-    (Dynamo turns what an operator raises while it traces into errors of its own.)
+    (Dynamo turns what is raised while it traces into errors of its own.)
     """
     if not (torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled()):
         return inputs
@@ -158,7 +161,11 @@ def refuse_grad(x: torch.Tensor, name: str) -> torch.Tensor:
     raise no_backward(name)
 
 
-def same_shape(x: torch.Tensor, name: str) -> torch.Tensor:
+def refuse(x: torch.Tensor, message: str) -> torch.Tensor:
+    raise TypeError(message)
+
+
+def same_shape(x: torch.Tensor, _: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
@@ -220,3 +227,4 @@ define(
     ("out",),
 )
 define("refuse_grad", "(Tensor x, str name) -> Tensor", refuse_grad, same_shape)
+define("refuse", "(Tensor x, str message) -> Tensor", refuse, same_shape)

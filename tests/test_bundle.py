@@ -448,7 +448,7 @@ def test_what_is_no_variant_is_refused(wrong):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "kernel=no", "dtype=bf16", "kernel=combine,dtype", "kernel=combine,dtype=bf16,vector=x",
+    ["", ",", "kernel=no", "dtype=bf16", "kernel=combine,dtype", "kernel=combine,dtype=bf16,vector=x",
      "kernel=forward,dtype=bf16", "kernel=combine,what=1", "kernel=forward,q_in_regs=1"],
 )  # fmt: skip
 def test_a_text_that_is_no_variant_is_refused(text):
@@ -464,6 +464,7 @@ def test_a_text_that_is_no_variant_is_refused(text):
         ({"arch": 80, "kernel": "combine", "spec": {}}, "no variant (arch is 80, "),
         ("sm80", "'sm80' is no NAME=VALUE; a variant must be as kernel=forward,dtype="),
         ("kernel=combine,bf16", "'bf16' is no NAME=VALUE"),
+        ("kernel=combine,=bf16", "'=bf16' is no NAME=VALUE"),
         ("dtype=bf16", "kernel is ''; it must be one of forward, combine, append"),
     ],
     ids=str,
@@ -530,6 +531,19 @@ def test_a_torn_line_does_not_swallow_the_next(tmp_path):
     assert file.read_bytes() == b'{"arch": "sm\n{}\n'
     with pytest.raises(ValueError, match=r"line 1 of .*record\.jsonl"):
         record.read(file)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "latin-1", "cp500"])
+def test_a_file_that_is_no_record_is_named(tmp_path, encoding):
+    file = tmp_path / "record.jsonl"
+    file.write_text("été\n[", encoding=encoding)
+    said = f"line 1 of {file}: no variant (no JSON); one is {record.EXAMPLE_LINE}"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        record.read(file)
+
+
+def test_a_comma_too_many_is_no_field():
+    assert record.from_text(",kernel=combine,,dtype=bf16,") == CombineSpec("bf16")
 
 
 def test_a_record_that_cannot_be_written_is_one_warning(monkeypatch, tmp_path):

@@ -81,10 +81,11 @@ def test_info_tells_of_bundles_and_tuned_tiles(monkeypatch, tmp_path):
     bundle.write(file, bundle.pack([]))
     monkeypatch.setenv("RTFLASH_BUNDLE", str(file))
     assert "kernels.zip: 0 for" in "".join(run("info").output.split("\n"))
-    monkeypatch.setenv("RTFLASH_BUNDLE", str(tmp_path / "none"))
+    monkeypatch.setenv("RTFLASH_BUNDLE", os.pathsep.join([str(tmp_path / "none"), str(file)]))
     result = run("info")
     assert result.exit_code == 0
-    assert "unusable" in result.output
+    assert "kernels.zip: 0 for" in "".join(result.output.split("\n"))
+    assert result.output.count("unusable") == 1
 
 
 @pytest.mark.parametrize("place", ["dumped", "typo", "dumped/sm_80"])
@@ -99,6 +100,11 @@ def test_info_tells_of_edited_kernels(monkeypatch, tmp_path, place):
     assert result.exit_code == 0
     said = "1 in " if place == "dumped" else "unusable. RTFLASH_OVERRIDE is"
     assert f"edited kernels  {said}" in result.output
+    (tmp_path / "dumped" / "sm_80" / "odd").mkdir()
+    (tmp_path / "dumped" / "sm_80" / "odd" / "kernel.cu").touch()
+    result = run("info")
+    assert f"edited kernels  {said}" in result.output
+    assert ("has no kernel odd" in " ".join(result.output.split())) == (place == "dumped")
     q = np.ones((1, 2, 1, 8), np.float16)
     assert (rtflash.flash_attn_func(q, q, q) == 1).all()
 
@@ -264,6 +270,16 @@ def test_bench_shows_saved_rows(tmp_path, suffix):
     assert image.stat().st_size > 1000
 
 
+def test_bench_shows_rows_of_any_name(tmp_path):
+    pytest.importorskip("matplotlib")
+    saved, image = tmp_path / "rows.json", tmp_path / "plot.png"
+    chart.save([ROWS[1] | {"": 5, "_x": 6, "[/]": 7, "dtype": "[red]"}], saved)
+    result = run("bench", "--from", saved, "--plot", image)
+    assert result.exit_code == 0, result.output
+    assert "[/]" in result.output
+    assert "[red]" in result.output
+
+
 @pytest.mark.parametrize("rows", [INFERENCE_ROWS, [*ROWS, *INFERENCE_ROWS]], ids=["some", "all"])
 def test_bench_shows_saved_rows_of_inference(tmp_path, rows):
     pytest.importorskip("matplotlib")
@@ -351,8 +367,11 @@ def test_bench_refuses_nonsense(tmp_path):
     assert run("bench", "--peer", "nobody").exit_code == 2
     assert run("bench", "--seqlen", "many").exit_code == 2
     assert run("bench", "--from", tmp_path / "missing.json").exit_code == 2
-    (tmp_path / "other.json").write_text("{}", encoding="utf-8")
-    assert run("bench", "--from", tmp_path / "other.json").exit_code == 2
+    for data in (b"{}", b"", b"[", b"\xff\xfe"):
+        (tmp_path / "other.json").write_bytes(data)
+        assert run("bench", "--from", tmp_path / "other.json").exit_code == 2
+        with pytest.raises(ValueError, match=r"other\.json holds no list of benchmark rows"):
+            chart.load(tmp_path / "other.json")
 
 
 def test_bench_refuses_what_it_cannot_measure(monkeypatch, tmp_path):
@@ -371,8 +390,26 @@ def test_bench_refuses_what_it_cannot_measure(monkeypatch, tmp_path):
         result = run("bench", "--cpu", option, value)
         assert result.exit_code == 2, (option, result.output)
         assert option in result.output
+    for options in (("decode,varlen", "--head-dim", 64), ("host", "--dtype", "fp16")):
+        result = run("bench", "--mode", *options)
+        assert result.exit_code == 2
+        assert f"{options[1]} is of mode fwd" in result.output
     saved = tmp_path / "rows.json"
     chart.save(ROWS, saved)
+    for options in (
+        ("--cpu",),
+        ("--mode", "fwd"),
+        ("--peer", "fa2"),
+        ("--head-dim", 64),
+        ("--seqlen", 64),
+        ("--dtype", "bf16"),
+    ):
+        result = run("bench", "--from", saved, *options)
+        assert result.exit_code == 2
+        assert f"does not go with {options[0]}" in " ".join(result.output.replace("│", " ").split())
+    image = tmp_path / "x.png"
+    result = run("bench", "--from", saved, "--plot", image, "--roofline", image)
+    assert "--plot and --roofline are both" in result.output
     for plot in (tmp_path / "x.txt", tmp_path / "missing" / "x.png"):
         for option in ("--plot", "--roofline"):
             assert option in run("bench", "--from", saved, option, plot).output

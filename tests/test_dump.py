@@ -221,7 +221,7 @@ def test_variants_that_the_folder_lacks_run_as_ever(monkeypatch, tmp_path):
     made = load(monkeypatch)
     assert made.origin == ""
     assert made.folder is not None
-    assert dump.said() == f"1 in {tmp_path / 'edited'}"
+    assert dump.survey() == (f"1 in {tmp_path / 'edited'}", [])
 
 
 @pytest.mark.parametrize("place", ["typo", "file", "empty", "edited/sm_80"])
@@ -231,19 +231,24 @@ def test_a_folder_without_sources_is_refused(monkeypatch, tmp_path, place):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("RTFLASH_OVERRIDE", str(tmp_path / place))
-    for use in (dump.said, lambda: load(monkeypatch)):
-        with pytest.raises(ValueError, match=r"RTFLASH_OVERRIDE is '.*'; it must be a folder"):
-            use()
+    with pytest.raises(
+        ValueError, match=r"RTFLASH_OVERRIDE is '.*'; it must be a folder"
+    ) as caught:
+        load(monkeypatch)
+    assert dump.survey() == ("", [str(caught.value)])
 
 
 def test_a_source_of_another_kernel_is_refused(monkeypatch, root):
+    """The other sources count as ever."""
     place = root / "sm_80" / SMALL.name
     place.mkdir(parents=True)
     (place / "kernel.cu").write_bytes(b"// \xff\xfe another one")
+    put(root, "sm_80", "another")
+    put(root, "sm_90a", "another")
     monkeypatch.setenv("RTFLASH_OVERRIDE", str(root))
-    for use in (dump.said, lambda: load(monkeypatch)):
-        with pytest.raises(ValueError, match=f"has no kernel {SMALL.name}"):
-            use()
+    with pytest.raises(ValueError, match=f"has no kernel {SMALL.name}") as caught:
+        load(monkeypatch)
+    assert dump.survey() == (f"2 in {root}", [str(caught.value)])
 
 
 def test_a_dump_of_other_templates_is_refused(monkeypatch, root):

@@ -231,6 +231,16 @@ def test_empty_work() -> None:
         attend(Call(seqlen_q, seqlen_k, batch=batch, head_dim=256))
 
 
+def test_empty_work_of_more_pairs_than_params_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RTFLASH_BACKEND", "emulate")
+    q = np.empty((2**12, 0, 2**20, 8), np.float16)
+    out, lse, _ = rtflash.flash_attn_func(q, q, q, return_attn_probs=True)
+    assert (out.shape, lse.shape) == (q.shape, (2**12, 2**20, 0))
+    part = np.empty((0, 2**31, 2, 8), np.float16), np.empty((0, 2, 2**31), np.float32)
+    merged = rtflash.merge_attention_states(*part, *part)
+    assert [x.shape for x in merged] == [x.shape for x in part]
+
+
 def test_forward_takes_what_the_numpy_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     given, expected = solved(Call(causal=True))
     q, k, v = (strided(x, "fp16", "bshd") for x in given[:3])

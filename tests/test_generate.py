@@ -514,7 +514,7 @@ HOPPER = record.text(Spec("bf16", 64, 64, 64, 64, 4, 2, isa=90))
             ("--record", "missing.jsonl"),
             "--record: there is no missing.jsonl. Calls on a GPU write",
         ),
-        (("--record", __file__), "--record"),
+        (("--record", __file__), "no variant (no JSON); one is"),
         (("--spec", "kernel=none"), "--spec"),
         (
             ("--spec", f"{record.EXAMPLES['forward']},head_dim=64"),
@@ -546,6 +546,7 @@ HOPPER = record.text(Spec("bf16", 64, 64, 64, 64, 4, 2, isa=90))
         (("--add",), "--add"),
         (("--bundle", __file__, "--add"), "--add"),
         (("--name", "x"), "--name"),
+        (("--json", "x.png", "--plot", "./x.png"), "--json and --plot are both x.png"),
         (("--wheel", ".", "--name", "A-b"), "--name"),
         (("--plot", "x.txt"), "--plot"),
         (("--bundle", "missing/kernels.zip"), "--bundle: there is no folder missing"),
@@ -738,6 +739,29 @@ def test_report_has_occupancy_and_a_plot(fake, tmp_path):
         assert row["occupancy"] == round(
             row["ctas_per_sm"] * 4 / {"sm_80": 64, "sm_86": 48}[row["arch"]], 3
         )
+
+
+def test_a_plot_of_one_kernel_has_a_bar(fake, tmp_path):
+    """Not a panel that is full of it."""
+    image = pytest.importorskip("matplotlib.image")
+    fake()
+    file = tmp_path / "plot.png"
+    spec = record.EXAMPLES["combine"]
+    assert run("--arch", "sm_80", "--spec", spec, "--plot", file).exit_code == 0
+    red, _, blue, _ = image.imread(file).transpose(2, 0, 1)
+    assert 0.1 < (blue - red > 0.5).any(axis=1).mean() < 0.4
+
+
+def test_where_nothing_compiles_there_is_no_plot(fake, tmp_path):
+    pytest.importorskip("matplotlib")
+    fake()
+    file, image = tmp_path / "kernels.zip", tmp_path / "plot.png"
+    options = ("--arch", "sm_80", "--spec", record.EXAMPLES["combine"], "--bundle", file, "--add")
+    assert run(*options).exit_code == 0
+    result = run(*options, "--plot", image)
+    assert result.exit_code == 0
+    assert "no plot: no kernel compiled" in result.output
+    assert not image.exists()
 
 
 def test_bundles_are_compiled_without_line_numbers(monkeypatch, tmp_path):

@@ -118,3 +118,10 @@ def test_jobs_without_xdist_say_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         gpu_record.main()
     assert "pip install pytest-xdist" in capsys.readouterr().err
+
+
+def test_the_record_is_checked_or_said_to_be_stale(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_record.sys, "argv", ["gpu_record.py", "--check", "--unrecorded", "x"])
+    with pytest.raises(SystemExit):
+        gpu_record.main()
+    assert "not allowed with" in capsys.readouterr().err

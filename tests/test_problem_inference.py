@@ -1034,6 +1034,10 @@ def test_warmup_describes_calls_that_are_allowed(
     assert [made.rotary for made in met] == ["none", rotary, rotary]
     with pytest.raises(ValueError, match="append is False"):
         rtflash.warmup(64, kvcache=True, rotary="halves")
+    with pytest.raises(ValueError, match="kvcache is False; with append it must be True"):
+        rtflash.warmup(64, append=True)
+    with pytest.raises(ValueError, match="with paged one of them must be True"):
+        rtflash.warmup(64, paged=True)
     with pytest.raises(ValueError, match="rotary is 'yes'"):
         rtflash.warmup(64, kvcache=True, append=True, rotary="yes")
     with pytest.raises(

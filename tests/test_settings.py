@@ -138,17 +138,27 @@ def test_logger_obeys_the_level(monkeypatch):
     log.setLevel(logging.NOTSET)
 
 
-def test_a_call_on_the_cpu_is_logged_and_checks_the_settings(monkeypatch, caplog):
-    q = np.ones((1, 2, 1, 8), np.float16)
+Q, LSE = np.ones((1, 2, 1, 8), np.float16), np.zeros((1, 1, 2), np.float32)
+CALLS = {
+    "attention": lambda: rtflash.flash_attn_func(Q, Q, Q),
+    "cache": lambda: rtflash.flash_attn_with_kvcache(Q, Q, Q),
+    "merge": lambda: rtflash.merge_attention_states(Q, LSE, Q, LSE),
+    "combine": lambda: rtflash.flash_attn_combine(Q[None], LSE.swapaxes(1, 2)[None]),
+}
+
+
+@pytest.mark.parametrize("attend", CALLS.values(), ids=CALLS)
+def test_a_call_on_the_cpu_is_logged_once_and_checks_the_settings(monkeypatch, caplog, attend):
     log = logging.getLogger("rtflash")
     monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "propagate", False)
     monkeypatch.setattr(log, "level", logging.NOTSET)
     monkeypatch.setenv("RTFLASH_LOG", "2")
-    rtflash.flash_attn_func(q, q, q)
-    assert "runs on NumPy: its tensors are in host memory" in caplog.text
+    attend()
+    assert caplog.text.count("runs on NumPy: its tensors are in host memory") == 1
     monkeypatch.setenv("RTFLASH_NO_COMPILE", "yes")
     with pytest.raises(ValueError, match="RTFLASH_NO_COMPILE is 'yes'"):
-        rtflash.flash_attn_func(q, q, q)
+        attend()
 
 
 def test_nothing_else_reads_the_environment():

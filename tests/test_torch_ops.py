@@ -182,7 +182,9 @@ def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options
     return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "float32", "bfloat16", "torch.float16", torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", ["fp32", "float32", "bfloat16", "torch.float16", torch.bfloat16, np.float16]
+)
 def test_the_result_of_a_merge_has_a_dtype_by_any_of_its_names(dtype: Any) -> None:
     def merged(out_partial: Any, lse_partial: Any) -> Any:
         return rtflash.flash_attn_combine(out_partial, lse_partial, out_dtype=dtype)
@@ -246,7 +248,9 @@ def test_opcheck(
 
 def graphs(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> int:
     """How many graphs a compiled function of these arguments has become; its results are eager's."""
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
     run = compiled(function, counter)
     for arguments in calls:
         assert_same(run(*arguments), function(*arguments))
@@ -382,6 +386,14 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Inputs], Any]]] = {
         ValueError,
         lambda x: rtflash.flash_attn_with_kvcache(x.q, *x.caches(), x.k_new, cache_seqlens=1),
     ),
+    "a dtype that is none": (
+        TypeError,
+        lambda x: rtflash.flash_attn_combine(*x.partial(), out_dtype=5),  # torch.float16, to torch
+    ),
+    "another dtype": (
+        TypeError,
+        lambda x: rtflash.flash_attn_combine(*x.partial(), x.q, "fp64"),
+    ),
 }
 
 
@@ -464,6 +476,8 @@ def test_fake_tensors_give_fake_results(backend: Backend) -> None:
         wanted = fakes[1].clone().requires_grad_()
         with pytest.raises(NotImplementedError, match="k requires grad"):
             rtflash.flash_attn_func(fakes[0], wanted, fakes[2])
+        with pytest.raises(TypeError, match="out_dtype is 5; it must be fp16"):
+            rtflash.flash_attn_combine(*map(mode.from_tensor, x.partial()), out_dtype=5)
     got.append(rtflash.flash_attn_func(*fakes))
     for out in got:
         assert isinstance(out, FakeTensor)

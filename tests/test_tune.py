@@ -188,6 +188,7 @@ def test_without_torch_says_what_to_install(monkeypatch):
         ("--tile", "m64"),
         ("--tile", "m16x64_w4ks2"),
         ("--rows", "no"),
+        ("--json", "missing/rows.json"),
     ],
 )
 def test_nonsense_is_refused_by_name(without_gpu, options):

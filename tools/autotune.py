@@ -23,7 +23,18 @@ from rtflash.tiles import Tile
 
 from . import bench, chart, trial
 from .generate import head_dims
-from .screen import PLOTS, check_file, check_plot, console, frameless, items, one_of, working
+from .screen import (
+    PLOTS,
+    check_apart,
+    check_file,
+    check_plot,
+    console,
+    frameless,
+    is_drawn,
+    items,
+    one_of,
+    working,
+)
 from .served import WINDOWS
 from .shapes import Serving, Shape, candidates, launched, serving, siblings
 from .tile_times import measure
@@ -224,6 +235,7 @@ def command(
         given = [trial.parse_tile(x) for x in (items(tile, "--tile") if tile else [])]
     except ValueError as error:
         raise typer.BadParameter(f"--tile: {error}") from None
+    check_apart({"--json": report, "--plot": drawing})
     check_file(report, "--json")
     check_plot(drawing)
     reason = bench.why_not()
@@ -242,8 +254,8 @@ def command(
             store(shape, now, rows, best, gpu)
     if report is not None:
         chart.save(done, report)
-    if drawing is not None and any("us" in row for row in done):
-        plot(done, drawing)
+    if drawing is not None:
+        is_drawn(lambda: plot(done, drawing))
     if any(row.get("dropped") == trial.WRONG for row in done):
         raise typer.Exit(1)
 

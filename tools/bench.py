@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,17 @@ from .peers import PEERS, TORCH_DTYPES, Peer, cpu_peers, make_peers
 from .roofline import DRAWN as ROOFED
 from .roofline import NEEDED as ROOFS_NEED
 from .roofline import plot as plot_roofline
-from .screen import PLOTS, check_file, check_plot, console, given, items, numbers
+from .screen import (
+    PLOTS,
+    check_apart,
+    check_file,
+    check_plot,
+    console,
+    given,
+    is_drawn,
+    items,
+    numbers,
+)
 from .timing import ROUNDS, medians, turn
 
 MODES = ("fwd", "decode", "varlen", "host")
@@ -40,8 +51,10 @@ TOKENS, WIDTH = 16384, 2048
 HOST_CALLS = 200
 # At the largest head_dim, a call on the GPU then holds 16 GB, one on the CPU 2 GB.
 LONGEST, LONGEST_CPU = 2**20, 2**16
-# Options that --cpu would ignore.
+# Options that --cpu would ignore, those that --from would, and those that only some modes heed.
 GPU_OPTIONS = ("mode", "peer", "dtype", "plot", "roofline")
+MEASURING_OPTIONS = ("mode", "peer", "head_dim", "seqlen", "dtype", "on_cpu")
+MODE_OPTIONS = {"head_dim": ("fwd",), "seqlen": ("fwd",), "dtype": ("fwd", "decode", "varlen")}
 
 
 def why_not() -> str | None:
@@ -168,11 +181,21 @@ def command(
     names, dtypes = items(peer, "--peer", list(PEERS)), items(dtype, "--dtype", list(TORCH_DTYPES))
     modes = items(mode, "--mode", MODES)
     torch_dtypes = [TORCH_DTYPES[name] for name in dtypes]
-    if on_cpu and not saved and (found := given(context, GPU_OPTIONS)):
+    if saved and (found := given(context, MEASURING_OPTIONS)):
+        raise typer.BadParameter(
+            f"--from shows what was measured, and does not go with {', '.join(found)}"
+        )
+    if on_cpu and (found := given(context, GPU_OPTIONS)):
         raise typer.BadParameter(
             "--cpu times the NumPy backend alone, on fp16 tensors (it computes in fp32 whatever the dtype), and does"
             f" not go with {', '.join(found)}"
         )
+    for name, users in MODE_OPTIONS.items():
+        if not on_cpu and not {*modes} & {*users} and (found := given(context, [name])):
+            raise typer.BadParameter(
+                f"{found[0]} is of mode {', '.join(users)}; --mode is {', '.join(modes)}"
+            )
+    check_apart({"--json": report, "--plot": plot, "--roofline": roofline})
     check_file(report, "--json")
     for option, image, needed in (
         ("--plot", plot, chart.DRAWN),
@@ -249,10 +272,5 @@ def write(
     if report is not None:
         chart.save(rows, report)
     for draw, image in ((chart.plot, plot), (plot_roofline, roofline)):
-        if image is None:
-            continue
-        try:
-            draw(rows, image)
-        except (ImportError, ValueError) as error:
-            console.print(f"[red]no plot:[/] {escape(str(error))}")
-            raise typer.Exit(1) from None
+        if image is not None and not is_drawn(partial(draw, rows, image)):
+            raise typer.Exit(1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Group
+from rich.markup import escape
 
 from .screen import frameless
 
@@ -53,6 +54,7 @@ def table(rows: Sequence[Row], mode: str) -> Group:
     known = [value for value in ratios if value is not None]
     if known:
         headers.append("rtflash/FA2")
+    headers = [escape(text) for text in headers]
     grid = frameless(*headers, right=headers)
     for index, row in enumerate(rows):
         top = best((row[name] for name in names if row.get(name) is not None), default=None)
@@ -60,7 +62,7 @@ def table(rows: Sequence[Row], mode: str) -> Group:
         cells = ["-" if v is None else f"[bold]{v}[/]" if v == top else f"{v}" for v in values]
         if known:
             cells.append("-" if ratios[index] is None else f"{ratios[index]:.2f}")
-        grid.add_row(*(kind(row.get(key, "")) for key in shapes), *cells)
+        grid.add_row(*(escape(kind(row.get(key, ""))) for key in shapes), *cells)
     if not known:
         return Group(TITLES[mode], grid)
     summary = f"rtflash/FA2: median {statistics.median(known):.2f}, least {min(known):.2f}"
@@ -167,6 +169,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     figure.suptitle(f"Attention forward, {drawn[0]['dtype']}{of_gpu(rows)}")
     bars = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in figure.axes]
     shown = {label: handle for handle, label in itertools.chain.from_iterable(bars)}
+    names = [name for name in names if name in shown]  # matplotlib passes "" and "_x" over
     handles = [shown[name] for name in names]
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
     figure.savefig(file, dpi=150)
@@ -212,9 +215,10 @@ def load(file: Path) -> list[Row]:
     OSError, ValueError
         The file cannot be read, or holds something else.
     """
+    data = file.read_bytes()
     try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
+        rows = json.loads(data)
+    except (ValueError, RecursionError):
         rows = None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{file} holds no list of benchmark rows")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,8 +70,8 @@ def show_machine() -> None:
         rows.add_row("GPU", line)
     rows.add_row("NVRTC", compiler())
     rows.add_row("cache", stored(cache.entries()))
-    rows.add_row("bundles", usable(bundle.said) or "none")
-    if overriding := usable(dump.said):
+    rows.add_row("bundles", usable(*bundle.survey()) or "none")
+    if overriding := usable(*dump.survey()):
         rows.add_row("edited kernels", overriding)
     rows.add_row("tuned tiles", escape(tuned.said()))
     console.print(rows)
@@ -120,12 +119,10 @@ def compiler() -> str:
     return f"{version} for {' '.join(arch for arch in known if arch in device.TYPICAL)}{also}"
 
 
-def usable(said: Callable[[], str]) -> str:
-    """What a setting brings in, or why it cannot be used."""
-    try:
-        return escape(said())
-    except (bundle.BundleError, ValueError) as error:
-        return f"[red]unusable.[/] {escape(str(error))}"
+def usable(said: str, errors: list[str]) -> str:
+    """What a setting brings in, and why the rest of it cannot be used."""
+    wrong = [f"[red]unusable.[/] {escape(error)}" for error in errors]
+    return "\n".join([*([escape(said)] if said else []), *wrong])
 
 
 def stored(entries: list[cache.Listed]) -> str:

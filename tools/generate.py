@@ -26,7 +26,7 @@ from rtflash.spec import DTYPES, MAX_HEAD_DIM, ROTARIES
 
 from .generated import Outcome, packed, table, write
 from .outputs import check_outputs, counted, held_by, save, tell_files
-from .screen import PLOTS, check_file, console, given, items, one_of
+from .screen import PLOTS, check_apart, check_file, console, given, items, one_of
 from .served import (
     FEATURES,
     LENGTHS,
@@ -247,6 +247,7 @@ def command(
     check_inference(wanted)
     if add and pack is None:
         raise typer.BadParameter("--add needs --bundle")
+    check_apart({"--bundle": pack, "--json": report_file, "--plot": drawing})
     check_outputs(out, report_file, drawing, package, name)
     check_file(pack, "--bundle")
     try:

@@ -199,7 +199,7 @@ def plot(outcomes: Sequence[Outcome], file: Path) -> None:
     }
     places = range(len(rows))
     figure, axes = pyplot.subplots(
-        1, len(panels), sharey=True, figsize=(13, 1.4 + 0.18 * len(rows)), layout="constrained"
+        1, len(panels), sharey=True, figsize=(13, 0.8 + 0.18 * len(rows)), layout="constrained"
     )
     archs = list(dict.fromkeys(row["arch"] for row in rows))
     colours = [f"C{archs.index(row['arch'])}" for row in rows]
@@ -210,8 +210,7 @@ def plot(outcomes: Sequence[Outcome], file: Path) -> None:
         axis.set_axisbelow(True)
         axis.grid(axis="x", color="#e8e8e8")
     names = [f"{row['arch']}  {short(row['name'])}" for row in rows]
-    axes[0].set_yticks(places, names, fontsize=6)
-    axes[0].invert_yaxis()
-    axes[0].margins(y=0.002)
+    axes[0].set_yticks(places, names, fontsize=7)
+    axes[0].set_ylim(len(rows) - 0.4, -0.6)  # a single bar does not fill its panel
     figure.savefig(file, dpi=110)
     pyplot.close(figure)

@@ -66,8 +66,9 @@ PACKAGES = ("torch", "cupy", "jax", "numpy")
 def main() -> int:
     """Command line; the exit status."""
     parser = argparse.ArgumentParser(description="Record of the GPU tests.")
-    parser.add_argument("--check", action="store_true", help="compare the record with the sources")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--check", action="store_true", help="compare the record with the sources")
+    instead.add_argument(
         "--unrecorded", metavar="WHY", help="say that the record does not cover these kernels"
     )
     parser.add_argument("--output", type=Path, default=RECORD, help="where to write the record")

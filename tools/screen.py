@@ -7,11 +7,12 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import typer
 from rich.console import Console, ConsoleOptions
+from rich.markup import escape
 from rich.segment import Segment
 from rich.status import Status
 from rich.table import Table
@@ -120,9 +121,10 @@ def numbers(text: str, option: str, most: int) -> list[int]:
 
 def given(context: typer.Context, names: Sequence[str]) -> list[str]:
     """Which of a command's options stand on the command line, as "--head-dim"."""
+    options = {str(option.name): option.opts[0] for option in context.command.params}
     sources = {name: context.get_parameter_source(name) for name in names}
     return [
-        f"--{name.replace('_', '-')}"
+        options[name]
         for name, source in sources.items()
         if source is not None and source.name == "COMMANDLINE"
     ]
@@ -163,3 +165,24 @@ def check_plot(plot: Path | None, option: str = "--plot") -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter(f"{option} needs matplotlib: pip install matplotlib")
     check_file(plot, option)
+
+
+def check_apart(files: Mapping[str, Path | None]) -> None:
+    """BadParameter if two options name one file, of which only the last one written would stay."""
+    found: dict[str, str] = {}
+    for option, file in files.items():
+        if file is None or (file.exists() and not file.is_file()):
+            continue
+        other = found.setdefault(os.path.realpath(file), option)
+        if other != option:
+            raise typer.BadParameter(f"{other} and {option} are both {file}; they must differ")
+
+
+def is_drawn(draw: Callable[[], None]) -> bool:
+    """Draw; where nothing can be drawn, say so."""
+    try:
+        draw()
+    except (ImportError, ValueError) as error:
+        console.print(f"[red]no plot:[/] {escape(str(error))}")
+        return False
+    return True

@@ -217,6 +217,7 @@ def command(
         raise typer.BadParameter(
             f"--shared is {shared}; it must be one of {', '.join(map(str, SMALLER))}"
         )
+    screen.check_file(report, "--json")
     reason = bench.why_not()
     if reason is not None:
         screen.console.print(f"Nothing to measure: {reason}", markup=False)
