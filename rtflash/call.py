@@ -244,7 +244,7 @@ def on_host(
     if emulated:
         from . import emulate
     else:
-        settings.logger().debug("%s runs on NumPy: its tensors are in host memory", call)
+        cpu.note(call)
     if signature.dense and not emulated:
         out, lse = cpu.forward(call, *tensors[:4])
     else:

@@ -15,11 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from . import lengths
+from . import lengths, settings
 from .cpu_dense import Array, forward, from_float32, to_float32, visible_keys
 from .problem import Problem, Tensors
 
-__all__ = ["combine", "forward", "from_float32", "run", "to_float32"]
+__all__ = ["combine", "forward", "from_float32", "note", "run", "to_float32"]
+
+
+def note(call: object) -> None:
+    """Log that a call runs here."""
+    settings.logger().debug("%s runs on NumPy: its tensors are in host memory", call)
 
 
 def run(problem: Problem, tensors: Tensors, cache_seqlen: int = -1) -> tuple[Array, Array]:

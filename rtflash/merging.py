@@ -134,7 +134,7 @@ def _on_host(call: Combine, out_partial: Array, lse_partial: Array) -> tuple[Arr
         report = emulate.run_combine(call, out_partial, lse_partial)
         settings.logger().info("%s", report)
         return report.out, report.lse
-    settings.logger().debug("%s runs on NumPy: its tensors are in host memory", call)
+    cpu.note(call)
     if call.partial != "fp32":
         out_partial = cpu.to_float32(out_partial)
     out, lse = cpu.combine(out_partial, lse_partial)

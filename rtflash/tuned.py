@@ -104,21 +104,24 @@ def tiles(path: Path) -> Mapping[Key, Tile]:
     return read(path, rows(path))[0]
 
 
-def read(path: Path, held: Iterable[Mapping[str, Any]]) -> tuple[dict[Key, Tile], list[Exception]]:
+def read(path: Path, held: Iterable[Any]) -> tuple[dict[Key, Tile], list[Exception]]:
     """The tiles of those rows of a file that are this rtflash's, and what is wrong with others of them."""
     found: dict[Key, Tile] = {}
     errors: list[Exception] = []
-    for row in filter(is_ours, held):
+    for row in held:
         try:
-            found[read_row(row)] = Tile(**row["tile"])
+            if is_ours(row):
+                found[read_row(row)] = Tile(**row["tile"])
         except (KeyError, TypeError, ValueError) as error:
             cache.warn_once("tuned", f"rtflash: {path} holds a tile that cannot be ({error})")
             errors.append(error)
     return found, errors
 
 
-def is_ours(row: Mapping[str, Any]) -> bool:
-    """Whether this rtflash wrote a row."""
+def is_ours(row: Any) -> bool:
+    """Whether this rtflash wrote a row; TypeError for what is no row."""
+    if not isinstance(row, dict):
+        raise TypeError(f"{row!r} is no row")
     return {name: row.get(name) for name in bundle.maker()} == bundle.maker()
 
 
@@ -137,12 +140,12 @@ def read_row(row: Mapping[str, Any]) -> Key:
     return key
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file as they stand there; none where it holds something else."""
+def rows(path: Path) -> list[Any]:
+    """The rows of a file as they stand there, damaged ones too; none where it holds something else."""
     try:
         held = json.loads(path.read_bytes())["rows"]
-        if all(isinstance(row, dict) for row in held):
-            return list(held)
+        if isinstance(held, list):
+            return held
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -166,7 +169,9 @@ def store(measured: Iterable[tuple[Key, Tile | None, Mapping[str, object]]]) -> 
         kept = [
             row
             for row in rows(path)
-            if not is_ours(row) or [row.get(name) for name in Key._fields] not in replaced
+            if not isinstance(row, dict)
+            or not is_ours(row)
+            or [row.get(name) for name in Key._fields] not in replaced
         ]
         added = [
             {**key._asdict(), "tile": found._asdict(), **figures, **bundle.maker()}
@@ -187,7 +192,7 @@ def said() -> str:
         return "none: `rtflash tune` finds them"
     found, errors = read(path, held)
     gpus = ", ".join(sorted({key.gpu for key in found}))
-    others = sum(not is_ours(row) for row in held)
+    others = sum(isinstance(row, dict) and not is_ours(row) for row in held)
     parts = [f"{len(found)} tile{'' if len(found) == 1 else 's'} for {gpus or 'no GPU'} in {path}"]
     if others:
         parts.append(f"{others} of another rtflash, not used: run `rtflash tune` again")

@@ -1007,14 +1007,14 @@ FAULTS = (
     Fault(
         "K copied before its buffer is free",
         GROUPS_PIPELINE,
-        "    mbarrier_wait(smem.k_empty(at.stage), at.round ^ 1);\n",
+        "    mbarrier_wait(smem.k_empty(k.stage), k.round ^ 1);\n",
         "",
         "groups",
     ),
     Fault(
         "V copied before its buffer is free",
         GROUPS_PIPELINE,
-        "    mbarrier_wait(smem.v_empty(ring.stage), ring.round ^ 1);\n",
+        "    mbarrier_wait(smem.v_empty(v.stage), v.round ^ 1);\n",
         "",
         "groups",
     ),
@@ -1028,8 +1028,8 @@ FAULTS = (
     Fault(
         "a ring's first round finds no empty buffer",
         GROUPS_PIPELINE,
-        "at.round ^ 1",
-        "at.round",
+        "k.round ^ 1",
+        "k.round",
         "groups",
     ),
     Fault("a ring stays in its round", GROUPS_PIPELINE, "      round ^= 1;\n", "", "groups"),
@@ -1172,8 +1172,8 @@ FAULTS = (
     Fault(
         "Q released before it is read",
         GROUPS_KERNEL,
-        "      work.first(n_last);\n",
-        "      self.release(smem.q_empty(q.stage));\n      work.first(n_last);\n",
+        "      work.first_scores();\n",
+        "      self.release(smem.q_empty(q.stage));\n      work.first_scores();\n",
         "groups' tiles",
     ),
     Fault(
@@ -1382,8 +1382,8 @@ FAULTS = (
     Fault(
         "every lane draws",
         GROUPS_PIPELINE,
-        "if (first && n <= n_begin) tiles.draw();",
-        "if (n <= n_begin) tiles.draw();",
+        "if (first && n == min(n_begin, n_last)) tiles.draw();",
+        "if (n == min(n_begin, n_last)) tiles.draw();",
         "groups, pages",
     ),
     Fault(

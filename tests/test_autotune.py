@@ -195,7 +195,19 @@ def test_rows_that_cannot_be_are_passed_over_with_a_warning(edit):
     assert f"1 tile for {A100.name} in {path}" in tuned.said()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"rows": 1}', '{"rows": [1]}', "[" * 100000])
+def test_what_is_no_row_loses_no_other(folder):
+    path = tuned.store([(KEY, TILE, {})])
+    text = path.read_text(encoding="utf-8").replace('"rows": [', '"rows": [7,')
+    path.write_text(text, encoding="utf-8")
+    tuned.used.cache_clear()
+    with pytest.warns(RuntimeWarning, match="7 is no row"):
+        assert chosen() == TILE
+    assert tuned.said().endswith("; 1 damaged, not used: run `rtflash tune` again")
+    tuned.store([(KEY, TILE, {})])
+    assert tuned.rows(path)[0] == 7
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"rows": 1}', "[" * 100000])
 def test_a_file_of_something_else_is_passed_over_with_a_warning(folder, text):
     before = chosen()
     folder.mkdir()

@@ -111,22 +111,24 @@ struct Producer {
   Copies copies;
   RingPlace<kQueryStages> q;
   RingPlace<kPlaces> place;
-  RingPlace<kStages> ring;  // of V; K is up to one key tile ahead
+  RingPlace<kStages> k;
+  RingPlace<kStages> v;  // up to one key tile behind
 
   __device__ __forceinline__ Producer(const Params& params, const SharedMemory& smem)
       : params(params), smem(smem), copies(params) {}
 
   // A ring's first round finds its buffers empty: the phase before the first counts as done.
 
-  __device__ __forceinline__ void load_k(int n, const RingPlace<kStages>& at) {
-    mbarrier_wait(smem.k_empty(at.stage), at.round ^ 1);
-    copies.start_k(smem.k + at.stage * KeyTile::kBytes, smem.k_full(at.stage), noted(), n);
+  __device__ __forceinline__ void load_k(int n) {
+    mbarrier_wait(smem.k_empty(k.stage), k.round ^ 1);
+    copies.start_k(smem.k + k.stage * KeyTile::kBytes, smem.k_full(k.stage), noted(), n);
+    k.advance();
   }
 
   __device__ __forceinline__ void load_v(int n) {
-    mbarrier_wait(smem.v_empty(ring.stage), ring.round ^ 1);
-    copies.start_v(smem.v + ring.stage * ValueTile::kBytes, smem.v_full(ring.stage), noted(), n);
-    ring.advance();
+    mbarrier_wait(smem.v_empty(v.stage), v.round ^ 1);
+    copies.start_v(smem.v + v.stage * ValueTile::kBytes, smem.v_full(v.stage), noted(), n);
+    v.advance();
   }
 
   /// The tile's place, which is read as needed: registers are few.
@@ -161,20 +163,18 @@ struct Producer {
       const Block block = noted();
       if (block.batch == kNoBatch) break;
       const int n_begin = block.n_begin;
-      int n = block.n_end - 1;
-      // K first: its buffers are free before Q's is.
-      if (n >= n_begin) load_k(n, ring);
-      load_q();
-      if (first && n <= n_begin) tiles.draw();
+      const int n_last = max(block.n_end, n_begin) - 1;
+      // K before Q, whose buffer is free later; then each K before the V of the tile before.
 #pragma unroll 1
-      for (; n > n_begin; --n) {
-        if (first && n == n_begin + 1) tiles.draw();
-        RingPlace<kStages> next = ring;
-        next.advance();
-        load_k(n - 1, next);
-        load_v(n);
+      for (int n = n_last; n >= n_begin - 1; --n) {
+        if (n >= n_begin) load_k(n);
+        if (n == n_last) {
+          load_q();
+        } else {
+          load_v(n + 1);
+        }
+        if (first && n == min(n_begin, n_last)) tiles.draw();
       }
-      if (n == n_begin) load_v(n);
       place.advance();
     }
     load_q();
