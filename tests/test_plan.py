@@ -352,3 +352,24 @@ def test_calls_too_large_for_a_grid(
     k = view(batch, 2**16, 1 if batch == 1 else heads, dim)
     with pytest.raises(ValueError, match=f"^batch .*{words}|^{words}"):
         select.forward(describe.dense(view(*shape), k, k, num_splits=splits), device.for_arch(arch))
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "heads", "isa", "pairs"),
+    [
+        # Keys and values of 128 columns: 0.5 KiB a position; an H100 has 50 MiB of L2.
+        (16384, (16, 16), 90, 4),
+        (16384, (16, 16), 80, 2),
+        (16384, (16, 4), 90, 16),
+        (1024, (16, 16), 90, 48),  # all there are
+        (2**20, (16, 16), 90, 1),
+    ],
+)
+def test_keys_of_a_section_fit_l2(
+    seqlen: int, heads: tuple[int, int], isa: int, pairs: int
+) -> None:
+    q, k = (at(place, 3, seqlen, n, 128) for place, n in enumerate(heads, 1))
+    causal = describe.dense(q, k, k, causal=True)
+    gpu = device.for_arch("sm_90a")
+    assert select.section(causal, gpu, isa) == pairs
+    assert select.section(describe.dense(q, k, k), gpu, isa) == 1
