@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 TILE_ALIGNMENT = 1024  # bytes; of a tile that TMA swizzles
 MBARRIER_BYTES = 8
 PLACE_BYTES = 64
@@ -27,42 +25,40 @@ def extra_bytes(q_stages: int, stages: int) -> int:
     return TILE_ALIGNMENT + (q_stages + 2) * PLACE_BYTES + 2 * buffers * MBARRIER_BYTES
 
 
-def wgmma_variables(dtype: str, head_dim: int, keys: int, head_dim_v: int) -> dict[str, str]:
-    """The two products as inline assembly: a wgmma for each k16 step, and its operands.
+def wgmma_variables(dtype: str, columns_q: int, keys: int, columns_o: int) -> dict[str, str]:
+    """What sm90/ptx.cuh makes the two products of: registers and operands of a wgmma for each k16 step.
 
-    S = Q K^T is m64 x `keys` x `head_dim`, O += P V is m64 x `head_dim_v` x `keys`; all multiples of 16.
+    S = Q K^T is m64 x `keys` x `columns_q`, O += P V is m64 x `columns_o` x `keys`; all multiples of 16.
     """
-    types = {"fp16": "f16.f16", "bf16": "bf16.bf16"}[dtype]
-
-    def product(columns: int, operands: Iterable[str]) -> str:
-        """One wgmma for each of `operands`: what stands behind the accumulator's registers, %0 and up."""
-        shape = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{types}"
-        registers = ", ".join(f"%{i}" for i in range(columns // 2))
-        return "".join(f"{shape} {{{registers}}}, {rest};\\n" for rest in operands)
-
-    def accumulator(columns: int) -> str:
-        return ", ".join(f'"+f"(d[0][{i // 4}][{i % 4}])' for i in range(columns // 2))
-
-    def descriptors(name: str, steps: int) -> list[str]:
-        return [f'"l"({name}.of_step[{k}])' for k in range(steps)]
-
-    steps, add = head_dim // 16, keys // 2  # %add: the first operand of S behind the accumulator
-    q = add + 1
-    scores = (
-        f"%{q + k}, %{q + steps + k}, {'1' if k else 'add'}, 1, 1, 0, 0" for k in range(steps)
-    )
-    key_steps, p = keys // 16, head_dim_v // 2
-    v = p + 4 * key_steps
-    outputs = (
-        f"{{{', '.join(f'%{p + 4 * k + i}' for i in range(4))}}}, %{v + k}, 1, 1, 1, 1"
-        for k in range(key_steps)
-    )
-    fragments = [f'"r"(a[{k}][{i}])' for k in range(key_steps) for i in range(4)]
+    score_steps, key_steps = range(columns_q // 16), range(keys // 16)
+    # Operands are numbered: the accumulator's registers, then those of A, then those of B.
+    q, p = keys // 2, columns_o // 2
+    k, v = q + len(score_steps), p + 4 * len(key_steps)
+    fragments = [", ".join(f"%{p + 4 * step + i}" for i in range(4)) for step in key_steps]
     return {
-        "score_product": f"{{.reg .pred add;\\nsetp.ne.b32 add, %{add}, 0;\\n{product(keys, scores)}}}",
+        "wgmma_types": {"fp16": "f16.f16", "bf16": "bf16.bf16"}[dtype],
+        "score_shape": f"n{keys}",
+        "score_registers": ", ".join(f"%{i}" for i in range(q)),
         "score_accumulator": accumulator(keys),
-        "score_operands": ", ".join((*descriptors("a", steps), *descriptors("b", steps))),
-        "output_product": product(head_dim_v, outputs),
-        "output_accumulator": accumulator(head_dim_v),
-        "output_operands": ", ".join((*fragments, *descriptors("b", key_steps))),
-    }
+        "score_steps": " ".join(
+            f'STEP("%{q + step}", "%{k + step}", "{min(step, 1)}")' for step in score_steps
+        ),
+        "score_operands": ", ".join(
+            f'"l"({name}.of_step[{step}])' for name in "ab" for step in score_steps
+        ),
+        "output_shape": f"n{columns_o}",
+        "output_registers": ", ".join(f"%{i}" for i in range(p)),
+        "output_accumulator": accumulator(columns_o),
+        "output_steps": " ".join(
+            f'STEP("{fragments[step]}", "%{v + step}")' for step in key_steps
+        ),
+        "output_operands": ", ".join([
+            *(f'"r"(a[{step}][{i}])' for step in key_steps for i in range(4)),
+            *(f'"l"(b.of_step[{step}])' for step in key_steps),
+        ]),
+    }  # fmt: skip
+
+
+def accumulator(columns: int) -> str:
+    """A thread's registers of an m64 accumulator, read and written."""
+    return ", ".join(f'"+f"(d[0][{i // 4}][{i % 4}])' for i in range(columns // 2))

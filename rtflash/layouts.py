@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 AXES = ("batch", "row", "head")
 TENSOR_MAP = "tensor map"
-KIND_BYTES = {TENSOR_MAP: tensor_map.BYTES, "int32": 4, "float32": 4}
+KIND_BYTES = {TENSOR_MAP: tensor_map.BYTES, "int32": 4, "uint32": 4, "float32": 4}
 SEQUENCES = (
     "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "cache_batch_idx", "block_table",
 )  # fmt: skip
@@ -49,7 +49,8 @@ class Layout(NamedTuple):
     @property
     def rest(self) -> struct.Struct:
         """What a plan keeps."""
-        return struct.Struct(f"<{len(self.longs)}q{len(self.ints)}i{len(self.floats)}f")
+        ints = "".join("1I" if is_unsigned(name) else "1i" for name in self.ints)
+        return struct.Struct(f"<{len(self.longs)}q{ints}{len(self.floats)}f")
 
     @property
     def size(self) -> int:
@@ -69,9 +70,14 @@ class Layout(NamedTuple):
         )
         for kind, names in (*kinds, ("float32", self.floats)):
             for name in names:
-                found.append((name, kind, offset))
+                found.append((name, "uint32" if is_unsigned(name) else kind, offset))
                 offset += KIND_BYTES.get(kind, 8)
         return found
+
+
+def is_unsigned(field: str) -> bool:
+    """Whether a field is a uint32: a Divisor's multiplier."""
+    return field.endswith(".multiplier")
 
 
 def strides_of(*names: str) -> tuple[str, ...]:
@@ -180,9 +186,9 @@ def forward_scalars(problem: Problem, grid: Grid, spec: Spec, tensors: Tensors) 
 
 
 def divisor(value: int) -> tuple[int, int, int]:
-    """A Divisor: the value, its multiplier, which is at least 2^31, as the int32 of the same bits, and the shift."""
+    """A Divisor: the value, its multiplier and its shift."""
     shift = (value - 1).bit_length()
-    return value, -(-(1 << 31 + shift) // value) - (1 << 32), shift
+    return value, -(-(1 << 31 + shift) // value), shift
 
 
 def append_scalars(problem: Problem, tensors: Tensors) -> bytes:

@@ -40,9 +40,8 @@ def options(arch: str, lines: bool = True) -> tuple[str, ...]:
     if not is_ptx(arch):
         flags.append("--ptxas-options=-v")
     if version() >= (13, 0):
-        # NVRTC's own cache would answer a repeated source without ptxas' report. What --minimal leaves out, textures
-        # among it, no kernel uses.
-        flags += ["--no-cache", "--minimal"]
+        # NVRTC's own cache would answer a repeated source without ptxas' report.
+        flags.append("--no-cache")
     return tuple(flags)
 
 

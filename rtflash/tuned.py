@@ -110,6 +110,8 @@ def read(path: Path, held: Iterable[Any]) -> tuple[dict[Key, Tile], list[Excepti
     errors: list[Exception] = []
     for row in held:
         try:
+            if not isinstance(row, dict):
+                raise TypeError(f"{row!r} is no row")
             if is_ours(row):
                 found[read_row(row)] = Tile(**row["tile"])
         except (KeyError, TypeError, ValueError) as error:
@@ -119,10 +121,10 @@ def read(path: Path, held: Iterable[Any]) -> tuple[dict[Key, Tile], list[Excepti
 
 
 def is_ours(row: Any) -> bool:
-    """Whether this rtflash wrote a row; TypeError for what is no row."""
-    if not isinstance(row, dict):
-        raise TypeError(f"{row!r} is no row")
-    return {name: row.get(name) for name in bundle.maker()} == bundle.maker()
+    """Whether this rtflash wrote a row."""
+    return (
+        isinstance(row, dict) and {name: row.get(name) for name in bundle.maker()} == bundle.maker()
+    )
 
 
 def read_row(row: Mapping[str, Any]) -> Key:
@@ -169,9 +171,7 @@ def store(measured: Iterable[tuple[Key, Tile | None, Mapping[str, object]]]) -> 
         kept = [
             row
             for row in rows(path)
-            if not isinstance(row, dict)
-            or not is_ours(row)
-            or [row.get(name) for name in Key._fields] not in replaced
+            if not is_ours(row) or [row.get(name) for name in Key._fields] not in replaced
         ]
         added = [
             {**key._asdict(), "tile": found._asdict(), **figures, **bundle.maker()}

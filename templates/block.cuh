@@ -31,6 +31,11 @@ __device__ __forceinline__ int row_position(const Params& params, int row) {
   return kPackGqa ? divide(row, params.group) : row;
 }
 
+/// Heads of which each has tiles of its own: key heads with kPackGqa, query heads without.
+__device__ __forceinline__ int tiled_heads(const Params& params) {
+  return kPackGqa ? divide(params.heads, params.group) : params.heads;
+}
+
 /// Entry `index` of an int array.
 __device__ __forceinline__ int load_int(const int* array_gmem, int64 index) {
   return static_cast<int>(load_global_4(array_gmem + index));
@@ -50,7 +55,7 @@ __device__ __forceinline__ QueryRows query_rows(const Params& params, int batch)
   const int begin = min(max(load_int(offsets, batch), 0), params.total_q);
   const int end = min(max(load_int(offsets, batch + 1), begin), params.total_q);
   const bool last =
-      (batch + 1) * (params.heads / (kPackGqa ? params.group.value : 1)) == params.pairs;
+      (batch + 1) * tiled_heads(params) == params.pairs;
   return {begin, end - begin, (last ? params.total_q : end) - begin};
 }
 
@@ -148,7 +153,7 @@ __device__ __forceinline__ Block locate_block(const Params& params, const TilePl
   const int pair = place.pair;
 
   Block block;
-  const int heads = kPackGqa ? divide(params.heads, params.group) : params.heads;
+  const int heads = tiled_heads(params);
   block.batch = pair / heads;
   const int head = pair - block.batch * heads;
   block.head = kPackGqa ? head * params.group.value : head;

@@ -93,14 +93,18 @@ constexpr int kQueryStages = ${q_stages};  // buffers of Q
 constexpr int kSharedBytes = ${shared_bytes};
 static_assert(kThreads == (kConsumers + 1) * kWarpgroupThreads, "one warpgroup more, to load");
 
-// The two products of a key tile for inline assembly, see sm90/ptx.cuh: all wgmma of one in one
-// statement, which names each register.
+// Registers and operands of the two products of a key tile, see sm90/ptx.cuh.
 // clang-format off
-#define SCORE_PRODUCT "${score_product}"
+#define WGMMA_TYPES "${wgmma_types}"
+#define SCORE_SHAPE "${score_shape}"
+#define SCORE_REGISTERS "${score_registers}"
 #define SCORE_ACCUMULATOR(d) ${score_accumulator}
+#define SCORE_STEPS(STEP) ${score_steps}
 #define SCORE_OPERANDS(a, b) ${score_operands}
-#define OUTPUT_PRODUCT "${output_product}"
+#define OUTPUT_SHAPE "${output_shape}"
+#define OUTPUT_REGISTERS "${output_registers}"
 #define OUTPUT_ACCUMULATOR(d) ${output_accumulator}
+#define OUTPUT_STEPS(STEP) ${output_steps}
 #define OUTPUT_OPERANDS(a, b) ${output_operands}
 // clang-format on
 //% endif

@@ -35,9 +35,9 @@ constexpr int kWidest = kHeadDim < kHeadDimV ? kHeadDimV : kHeadDim;
 constexpr bool kRescaledFirst = kWidest <= 128;
 constexpr bool kLateWait = 128 < kWidest && kWidest <= 192;
 
-// Whether the first key tile's softmax is the loop's too. The code is a third shorter and compiles
-// as much faster, which terms of the score, twice in straight code, need; without them calls are up
-// to 4 % slower (H200), and at 256 it spills.
+// Whether the first key tile's softmax is the loop's too. Prescaled scores make long code of a
+// softmax: once instead of twice it compiles in three quarters of the time. Without them calls are
+// up to 5 % slower (H200), and with them head_dim 256 spills.
 constexpr bool kOneSoftmax = kPrescale && kWidest <= 192;
 
 // Named barriers: kTurnBarrier + c is warpgroup c's turn to multiply; at kRotatedBarrier + c it has
@@ -185,7 +185,7 @@ struct TileWork {
     v_empty = smem.v_empty(place.stage);
   }
 
-  /// Waits for O += P V.
+  /// Waits for O += P V, if it runs.
   __device__ __forceinline__ void finish_output() {
     wgmma_wait<0>();
     pin(o);
@@ -217,10 +217,11 @@ struct TileWork {
     self.release(smem.k_empty(ring.stage));
   }
 
-  /// P of key tile n, whose S is there. kFirst: of the first, when O is 0 still.
-  template <bool kMayCut, bool kFirst>
+  /// P of key tile n, whose S is there. kRescales: O may hold something, or is the 0 of a first tile
+  /// that the loop serves too.
+  template <bool kMayCut, bool kRescales>
   __device__ __forceinline__ void exponentiate(int n) {
-    outgrown = take_scores<kMayCut>(s, n, score, mask, softmax, factor) && !kFirst;
+    outgrown = take_scores<kMayCut>(s, n, score, mask, softmax, factor) && kRescales;
     if (kRescaledFirst && outgrown) {
       wgmma_wait<0>();
       pin(o);
@@ -302,7 +303,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedMemory
                     softmax,
                     o};
       work.first_scores();
-      if constexpr (!kOneSoftmax) work.exponentiate<true, true>(n_last);
+      if constexpr (!kOneSoftmax) work.exponentiate<true, false>(n_last);
       // What is cleared must have landed.
       mbarrier_wait(smem.v_full(ring.stage), ring.round);
       clear_values_behind(params, block, n_last, smem.v + ring.stage * ValueTile::kBytes,
@@ -310,7 +311,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedMemory
       if constexpr (kOneSoftmax) {
 #pragma unroll 1
         for (int n = n_last;; --n) {
-          work.exponentiate<true, false>(n);
+          work.exponentiate<true, true>(n);
           if (n == n_begin) break;
           work.next_scores();
         }
@@ -318,7 +319,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedMemory
 #pragma unroll 1
         for (int n = n_last - 1; n >= n_begin; --n) {
           work.next_scores();
-          work.exponentiate<kMask != MaskKind::full, false>(n);
+          work.exponentiate<kMask != MaskKind::full, true>(n);
         }
       }
       self.release(smem.q_empty(q.stage));

@@ -18,7 +18,7 @@ struct Pages {
     return static_cast<int>(load_global_4(table_gmem + divide(slot, page_size)));
   }
 
-  /// Its row there.
+  /// The row of a slot in its page.
   __device__ __forceinline__ int row_of(int slot) const {
     return slot - divide(slot, page_size) * page_size.value;
   }

@@ -47,7 +47,7 @@ struct Score {
             const int r = 2 * m + i / 2;
             const int own = kPackGqa ? r : 0;
             const int row = kPackGqa ? 0 : 8 * r;
-            // Whole numbers of fp32, exact below 2^24: one conversion a row.
+            // Whole numbers, in fp32 exact below 2^24: one conversion a row.
             const float first = static_cast<float>(diagonal[own] + row - n * kBlockN);
             s[m][j][i] =
                 score(s[m][j][i], slope_log2[own], first - static_cast<float>(8 * j + i % 2));

@@ -1235,15 +1235,8 @@ FAULTS = (
     Fault(
         "S is not committed",
         GROUPS_MMA,
-        "(k_tile), false);\n  wgmma_commit();\n",
-        "(k_tile), false);\n",
-        "groups",
-    ),
-    Fault(
-        "S added to what was there",
-        GROUPS_MMA,
-        "(k_tile), false)",
-        "(k_tile), true)",
+        "(k_tile));\n  wgmma_commit();\n",
+        "(k_tile));\n",
         "groups",
     ),
     Fault(

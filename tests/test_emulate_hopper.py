@@ -91,9 +91,9 @@ __device__ inline Descriptors<kMmaK> steps(uint32 address, int rows) {
   return found;
 }
 
-__device__ inline void scores(float (&s)[1][kMmaN][4], uint32 a, uint32 b, bool add) {
+__device__ inline void scores(float (&s)[1][kMmaN][4], uint32 a, uint32 b) {
   wgmma_fence();
-  wgmma_scores(s, steps(a, kBlockM), steps(b, kBlockN), add);
+  wgmma_scores(s, steps(a, kBlockM), steps(b, kBlockN));
   wgmma_commit();
 }
 
@@ -138,7 +138,7 @@ SCORES = """
   claim_registers<240>();
   float s[1][kMmaN][4];
   mbarrier_wait(once, 0);
-  scores(s, smem + kQ + (warpgroup - 1) * 64 * kPitch, smem + kK, false);
+  scores(s, smem + kQ + (warpgroup - 1) * 64 * kPitch, smem + kK);
   wgmma_wait<0>();
   write(params, s, thread);
 }
@@ -202,19 +202,20 @@ RING = """
     return;
   }
   claim_registers<240>();
-  float s[1][kMmaN][4] = {};
+  float s[1][kMmaN][4], sum[1][kMmaN][4] = {};
   mbarrier_wait(once, 0);
   if (warpgroup == 2) barrier_arrive(1, 256);
   for (int n = 0; n < kTiles; ++n) {
     const int stage = n % kStages;
     mbarrier_wait(full + 8 * stage, n / kStages % 2);
     barrier_sync(warpgroup, 256);
-    scores(s, smem + kQ + (warpgroup - 1) * 64 * kPitch, smem + kK + stage * kKBytes, true);
+    scores(s, smem + kQ + (warpgroup - 1) * 64 * kPitch, smem + kK + stage * kKBytes);
     barrier_arrive(3 - warpgroup, 256);
     wgmma_wait<0>();
     if (thread % 32 == 0) mbarrier_arrive(empty + 8 * stage);
+    for (int i = 0; i < 4 * kMmaN; ++i) sum[0][i / 4][i % 4] += s[0][i / 4][i % 4];
   }
-  write(params, s, thread);
+  write(params, sum, thread);
 }
 """
 
@@ -285,7 +286,7 @@ def test_a_ring_of_tiles(tmp_path: Path) -> None:
 TILE_BYTES = 64 * 64 * 2
 COPY = f"mbarrier_arrive_expect(once, {TILE_BYTES}); load(tile, once);"
 LOADED = f"if (first) {{ {COPY} }} mbarrier_wait(once, 0);"
-FENCED = "wgmma_fence(); wgmma_scores(s, all(d), all(d), false);"
+FENCED = "wgmma_fence(); wgmma_scores(s, all(d), all(d));"
 STARTED = f"{FENCED} wgmma_commit();"
 PRODUCT = f"{STARTED} wgmma_wait<0>();"
 TWICE = "wgmma_fence(); wgmma_output(o, p, {{b, b, b, b}}); wgmma_commit();"
@@ -554,11 +555,11 @@ FAULTS: dict[str, tuple[str, str | set[str]]] = {
         "warps of the warpgroup issue other wgmma",
     ),
     "other products": (
-        f"{LOADED} if (group) {{ {PRODUCT.replace('false', 'thread < 32')} }}",
+        f"{LOADED} if (group) {{ {PRODUCT.replace('all(d));', 'all(d + 2 * (thread < 32)));')} }}",
         "warps of the warpgroup issue other wgmma",
     ),
     "other lanes": (
-        f"{LOADED} if (group) {{ {PRODUCT.replace('false', 'lane < 7')} }}",
+        f"{LOADED} if (group) {{ {PRODUCT.replace('all(d));', 'all(d + 2 * (lane < 7)));')} }}",
         "lanes of the warp have other operands",
     ),
     "no swizzle": (

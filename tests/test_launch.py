@@ -25,7 +25,7 @@ KERNELS: dict[str, tuple[AnySpec, layouts.Layout]] = {
     "combine": (CombineSpec("fp16"), layouts.COMBINE),
     "append": (AppendSpec("fp16"), layouts.APPEND),
 }
-SIZES = {"M": 128, "Q": 8, "q": 8, "i": 4, "f": 4}
+SIZES = {"M": 128, "Q": 8, "q": 8, "i": 4, "I": 4, "f": 4}
 # A declaration such as `const int* lse;` or `Strides q_strides;`.
 MEMBER = re.compile(r"^\s*(?:const )?(\w+)\*? (\w+);", re.MULTILINE)
 
@@ -107,9 +107,10 @@ def test_divisors_divide(tmp_path: Path) -> None:
         if 0 <= x <= most
     ]
     body = """
-  int x, value, multiplier, shift;
-  while (std::scanf("%d %d %d %d", &x, &value, &multiplier, &shift) == 4) {
-    std::printf("%d\\n", divide(x, {value, static_cast<uint32>(multiplier), shift}));
+  int x, value, shift;
+  uint32 multiplier;
+  while (std::scanf("%d %d %u %d", &x, &value, &multiplier, &shift) == 4) {
+    std::printf("%d\\n", divide(x, {value, multiplier, shift}));
   }"""
     given = "".join(" ".join(map(str, (x, *layouts.divisor(d)))) + "\n" for d, x in cases)
     function = render.templates()["divide.cuh"].rpartition("#include")[2].partition("\n")[2]
@@ -129,6 +130,7 @@ def test_fields_are_described_as_they_are_packed(layout: layouts.Layout) -> None
         layouts.TENSOR_MAP,
         "pointer",
         "int32",
+        "uint32",
         "int64",
         "float32",
     }

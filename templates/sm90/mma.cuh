@@ -9,7 +9,7 @@
 #include "../softmax.cuh"
 #include "ptx.cuh"
 
-/// One k16 step of P as operand A.
+/// P as operand A, by k16 steps.
 using ProbabilityFragment = uint32[kBlockN / 16][4];
 
 /// The descriptor of a tile: start, the stride from slab to slab (which counts where columns are
@@ -36,7 +36,7 @@ __device__ __forceinline__ Descriptors<kMmaK> column_steps(uint64 tile) {
 
 /// Starts S = Q K^T of the warpgroup's rows and a key tile.
 __device__ __forceinline__ void multiply_query_key_async(ScoreTile& s, uint64 q, uint64 k_tile) {
-  wgmma_scores(s, column_steps<QueryTile>(q), column_steps<KeyTile>(k_tile), false);
+  wgmma_scores(s, column_steps<QueryTile>(q), column_steps<KeyTile>(k_tile));
   wgmma_commit();
 }
 

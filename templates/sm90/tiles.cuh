@@ -52,7 +52,7 @@ struct Tiles {
   }
 
   __device__ __forceinline__ TilePlace place_in_sequence(int tile) {
-    const int heads = kPackGqa ? divide(params.heads, params.group) : params.heads;
+    const int heads = tiled_heads(params);
     while (tile >= end) {
       if (++batch * heads >= params.pairs) return kNoTile;
       m_tiles = count_m_tiles(params, query_rows(params, batch).slots);

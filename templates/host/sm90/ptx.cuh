@@ -93,11 +93,11 @@ struct Descriptors {
 };
 
 __device__ __forceinline__ void wgmma_scores(float (&d)[1][kMmaN][4], const Descriptors<kMmaK>& a,
-                                             const Descriptors<kMmaK>& b, bool add,
+                                             const Descriptors<kMmaK>& b,
                                              Site site = Site::here()) {
   for (int k = 0; k < kMmaK; ++k) {
     host::GroupMultiply operands = {
-        d[0][0], kMmaN, nullptr, a.of_step[k], b.of_step[k], add || k > 0, kDType == DType::bf16};
+        d[0][0], kMmaN, nullptr, a.of_step[k], b.of_step[k], k > 0, kDType == DType::bf16};
     host::meet("wgmma.scores", host::multiply_group, &operands, site);
   }
 }
