@@ -263,6 +263,15 @@ PROBES: dict[str, Probe | SequenceProbe] = {
         isa=90,
         blocks=2,
     ),
+    # Prescaled: one loop has every tile's softmax.
+    "groups, prescaled": SequenceProbe(
+        VarlenCall(
+            softcap=50.0, alibi="heads", lengths_q=(130, 3, 70), lengths_k=(300, 65, 100), tail=70
+        ),
+        GROUPS,
+        isa=90,
+        blocks=2,
+    ),
     # Groups are packed, and a warp finds the pages.
     "groups, pages": SequenceProbe(
         CacheCall(seqlen_q=40, heads=8, heads_k=2, lengths=(129, 40, 90), page_size=8),
@@ -1231,6 +1240,27 @@ FAULTS = (
         "    pin(s);\n    wgmma_fence();\n",
         "    pin(s);\n",
         "groups",
+    ),
+    Fault(
+        "the one softmax never rescales",
+        GROUPS_KERNEL,
+        "work.exponentiate<true, true>(n);",
+        "work.exponentiate<true, false>(n);",
+        "groups, prescaled",
+    ),
+    Fault(
+        "the one softmax masks no ragged end",
+        GROUPS_KERNEL,
+        "work.exponentiate<true, true>(n);",
+        "work.exponentiate<kMask != MaskKind::full, true>(n);",
+        "groups, prescaled",
+    ),
+    Fault(
+        "the loop of one softmax ends a tile early",
+        GROUPS_KERNEL,
+        "if (n == n_begin) break;",
+        "if (n <= n_begin + 1) break;",
+        "groups, prescaled",
     ),
     Fault(
         "S is not committed",

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import rtflash
-from rtflash import artifacts, build, cache, device, nvrtc, render
+from rtflash import artifacts, build, cache, device, hopper, nvrtc, render
 from rtflash.device import Device
 from rtflash.spec import Spec
 
@@ -438,3 +439,24 @@ def test_a_cubin_for_another_architecture_is_a_clear_error():
     other = "sm_75" if gpu.major >= 8 else "sm_90a"
     with pytest.raises(RuntimeError, match="update the driver"):
         build.load(artifacts.artifact(SMALL, other), gpu)
+
+
+@pytest.mark.parametrize(("head_dim", "keys", "head_dim_v"), [(16, 48, 16), (192, 80, 128)])
+def test_operands_of_wgmma_are_numbered_as_they_are_listed(
+    head_dim: int, keys: int, head_dim_v: int
+) -> None:
+    """Each step of a product has operands of its own, in the order of the lists, and none is left over."""
+    texts = hopper.wgmma_variables("bf16", head_dim, keys, head_dim_v)
+    for name, columns, steps in (("score", keys, head_dim), ("output", head_dim_v, keys)):
+        count = columns // 2
+        assert texts[f"{name}_registers"] == ", ".join(f"%{i}" for i in range(count))
+        registers = re.findall(r'"\+f"\(d\[0\]\[(\d+)\]\[(\d)\]\)', texts[f"{name}_accumulator"])
+        assert [4 * int(j) + int(i) for j, i in registers] == list(range(count))
+        listed = re.findall(r'"[lr]"\((.*?)\)', texts[f"{name}_operands"])
+        made = re.findall(r"STEP\((.*?)\)", texts[f"{name}_steps"])
+        named = [[listed[int(i) - count] for i in re.findall(r"%(\d+)", step)] for step in made]
+        a = "a.of_step[{0}]" if name == "score" else "a[{0}][0] a[{0}][1] a[{0}][2] a[{0}][3]"
+        assert named == [f"{a} b.of_step[{{0}}]".format(k).split() for k in range(steps // 16)]
+        assert sum(map(len, named)) == len(listed)
+    adds = re.findall(r'"(\d)"\)', texts["score_steps"])
+    assert adds == ["0", *["1"] * (head_dim // 16 - 1)]
