@@ -63,8 +63,8 @@ def warmup(
     device_index : CUDA index.
     varlen, kvcache : whether flash_attn_varlen_func, flash_attn_with_kvcache will be called as well, the latter with
         lengths in a tensor.
-    paged : those with a block table.
-    append : flash_attn_with_kvcache with k and v.
+    paged : those with a block table; needs varlen or kvcache.
+    append : flash_attn_with_kvcache with k and v; needs kvcache.
     rotary : and with rotary tables: "interleaved" or "halves", as rotary_interleaved says.
     group : query heads of a key head.
     strided : on Hopper, what TMA cannot read too: strides of 0 or less, pages of no multiple of 8 slots, cache_leftpad
@@ -77,7 +77,7 @@ def warmup(
     Raises
     ------
     TypeError, ValueError
-        A dtype, head_dim or option that the kernels do not take.
+        A dtype, head_dim or option that the kernels do not take; an option that would do nothing.
     RuntimeError
         There is no GPU that can be used.
     """

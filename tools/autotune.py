@@ -30,7 +30,7 @@ from .screen import (
     check_plot,
     console,
     frameless,
-    is_drawn,
+    try_drawing,
     items,
     one_of,
     working,
@@ -255,7 +255,7 @@ def command(
     if report is not None:
         chart.save(done, report)
     if drawing is not None:
-        is_drawn(lambda: plot(done, drawing))
+        try_drawing(lambda: plot(done, drawing))
     if any(row.get("dropped") == trial.WRONG for row in done):
         raise typer.Exit(1)
 

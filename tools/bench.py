@@ -38,7 +38,7 @@ from .screen import (
     check_plot,
     console,
     given,
-    is_drawn,
+    try_drawing,
     items,
     numbers,
 )
@@ -272,5 +272,5 @@ def write(
     if report is not None:
         chart.save(rows, report)
     for draw, image in ((chart.plot, plot), (plot_roofline, roofline)):
-        if image is not None and not is_drawn(partial(draw, rows, image)):
+        if image is not None and not try_drawing(partial(draw, rows, image)):
             raise typer.Exit(1)

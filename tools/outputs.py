@@ -14,7 +14,7 @@ from rtflash import bundle
 
 from . import wheel
 from .generated import Outcome, edited_file, plot, report
-from .screen import check_file, check_folder, check_plot, console, is_drawn, size
+from .screen import check_file, check_folder, check_plot, console, try_drawing, size
 
 
 def held_by(file: Path | None, add: bool) -> list[bundle.Packed]:
@@ -95,5 +95,5 @@ def tell_files(
         rows = [report(outcome) for outcome in outcomes]
         report_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         tell(f"report: {report_file}, of {counted(len(rows), 'variant')}")
-    if drawing is not None and is_drawn(lambda: plot(outcomes, drawing)):
+    if drawing is not None and try_drawing(lambda: plot(outcomes, drawing)):
         tell(f"plot: {drawing}")

@@ -178,8 +178,8 @@ def check_apart(files: Mapping[str, Path | None]) -> None:
             raise typer.BadParameter(f"{other} and {option} are both {file}; they must differ")
 
 
-def is_drawn(draw: Callable[[], None]) -> bool:
-    """Draw; where nothing can be drawn, say so."""
+def try_drawing(draw: Callable[[], None]) -> bool:
+    """Draw; where nothing can be drawn, say so. Whether something was."""
     try:
         draw()
     except (ImportError, ValueError) as error:
