@@ -30,9 +30,9 @@ from .screen import (
     check_plot,
     console,
     frameless,
-    try_drawing,
     items,
     one_of,
+    try_drawing,
     working,
 )
 from .served import WINDOWS

@@ -38,9 +38,9 @@ from .screen import (
     check_plot,
     console,
     given,
-    try_drawing,
     items,
     numbers,
+    try_drawing,
 )
 from .timing import ROUNDS, medians, turn
 

@@ -14,7 +14,7 @@ from rtflash import bundle
 
 from . import wheel
 from .generated import Outcome, edited_file, plot, report
-from .screen import check_file, check_folder, check_plot, console, try_drawing, size
+from .screen import check_file, check_folder, check_plot, console, size, try_drawing
 
 
 def held_by(file: Path | None, add: bool) -> list[bundle.Packed]:
