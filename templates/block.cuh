@@ -55,6 +55,7 @@ __device__ __forceinline__ QueryRows query_rows(const Params& params, int batch)
   const int begin = min(max(load_int(offsets, batch), 0), params.total_q);
   const int end = min(max(load_int(offsets, batch + 1), begin), params.total_q);
   const bool last =
+      // rows behind the last sequence are its to write
       (batch + 1) * tiled_heads(params) == params.pairs;
   return {begin, end - begin, (last ? params.total_q : end) - begin};
 }

@@ -217,8 +217,8 @@ struct TileWork {
     self.release(smem.k_empty(ring.stage));
   }
 
-  /// P of key tile n, whose S is there. kRescales: O may hold something, or is the 0 of a first tile
-  /// that the loop serves too.
+  /// P of key tile n, whose S is there. kRescales: O may hold something, or is the 0 of a first
+  /// tile that the loop serves too.
   template <bool kMayCut, bool kRescales>
   __device__ __forceinline__ void exponentiate(int n) {
     outgrown = take_scores<kMayCut>(s, n, score, mask, softmax, factor) && kRescales;
