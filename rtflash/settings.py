@@ -93,8 +93,13 @@ def get() -> Settings:
 
 
 def backend() -> str:
-    """RTFLASH_BACKEND, else the first."""
+    """RTFLASH_BACKEND, else the first of BACKENDS."""
     return one_of("RTFLASH_BACKEND", BACKENDS) or BACKENDS[0]
+
+
+def host_backend() -> str:
+    """What host arrays run on, in words."""
+    return "emulated kernels" if backend() == "emulate" else "NumPy"
 
 
 def log_level() -> int:

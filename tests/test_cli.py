@@ -75,6 +75,13 @@ def test_info_shows_settings_and_the_reason_without_gpu(without_gpu):
         assert row.variable in result.output
 
 
+@pytest.mark.parametrize(("backend", "words"), [("", "NumPy"), ("emulate", "emulated kernels")])
+def test_what_host_arrays_run_on_is_told(without_gpu, monkeypatch, backend, words):
+    monkeypatch.setenv("RTFLASH_BACKEND", backend)
+    assert f"Host arrays run on {words}." in " ".join(run("info").output.split())
+    assert import_tool("demo").choose().name == f"{words} on the CPU"
+
+
 def test_info_tells_of_bundles_and_tuned_tiles(monkeypatch, tmp_path):
     assert "tuned tiles  none" in run("info").output
     file = tmp_path / "kernels.zip"

@@ -92,7 +92,9 @@ def gpus() -> list[str]:
     """A line per GPU and one for the driver, or the reason why none is used."""
     reason = device.why_no_gpu()
     if reason is not None:
-        return [f"[yellow]not used.[/] {escape(reason)} Host arrays run on NumPy."]
+        return [
+            f"[yellow]not used.[/] {escape(reason)} Host arrays run on {settings.host_backend()}."
+        ]
     from cupy.cuda import runtime
 
     found = [device.get(index) for index in range(runtime.getDeviceCount())]

@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 
 import rtflash
-from rtflash import device
+from rtflash import device, settings
 
 from . import generate
 from .screen import console, duration, frameless, rate, working
@@ -54,7 +54,8 @@ class Check(NamedTuple):
 def choose() -> Backend:
     """torch on the GPU, else CuPy on the GPU, else NumPy."""
     if device.why_no_gpu() is not None:
-        return Backend("NumPy on the CPU", False, lambda x, _: as_fp16(x), np.asarray, lambda: None)
+        name = f"{settings.host_backend()} on the CPU"
+        return Backend(name, False, lambda x, _: as_fp16(x), np.asarray, lambda: None)
     try:
         import torch
 

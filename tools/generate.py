@@ -189,7 +189,9 @@ def command(
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bf16",
     head_dim: Annotated[str, typer.Option(help="D, or DxDV where V's differs: 64,192x128")] = "128",
     mask: Annotated[str, typer.Option(help=", ".join(WINDOWS))] = "full,causal",
-    feature: Annotated[str, typer.Option(help=", ".join(FEATURES))] = "",
+    feature: Annotated[
+        str, typer.Option(help=f"{', '.join(FEATURES)}; of several, kernels with all of them.")
+    ] = "",
     length: Annotated[
         str, typer.Option(help="Lengths: even (the tile divides them), odd, all.")
     ] = "all",
