@@ -309,9 +309,10 @@ def said() -> str:
     BundleError
         A file of RTFLASH_BUNDLE cannot be used.
     """
-    for file in settings.get().bundles:
-        read(file)
-    return survey()[0]
+    text, errors = survey()
+    if errors:
+        raise BundleError(errors[0])
+    return text
 
 
 def survey() -> tuple[str, list[str]]:

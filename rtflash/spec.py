@@ -254,7 +254,7 @@ class Spec:
         return next(a for a in ALIGNMENTS if self.head_dim_v * ELEMENT_BYTES % a == 0)
 
     def variables(self) -> dict[str, str]:
-        """What config.cuh may use as ${...}: every field as C++ text, and derived sizes."""
+        """What config.cuh may use as ${...}: every field as C++ text, derived sizes, on Hopper operands of wgmma."""
         columns_q, columns_o = (
             -(-dim // MMA_M) * MMA_M for dim in (self.head_dim, self.head_dim_v)
         )

@@ -162,6 +162,7 @@ def refuse_grad(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def refuse(x: torch.Tensor, message: str) -> torch.Tensor:
+    """What `combine` refuses while Dynamo traces it, once the graph runs."""
     raise TypeError(message)
 
 
